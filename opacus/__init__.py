@@ -1,0 +1,17 @@
+"""Differentially private training of PyTorch models, also of large ones under FSDP2.
+
+A drop-in replacement for Opacus 1.6.0: see :class:`PrivacyEngine`.
+"""
+
+from opacus import utils
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.privacy_engine import PrivacyEngine
+from opacus.version import __version__
+
+__all__ = [
+    "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
+    "PrivacyEngine",
+    "__version__",
+    "utils",
+]

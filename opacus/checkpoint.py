@@ -1,0 +1,214 @@
+"""Checkpoints of a private training run: model, optimizer, accountant, noise streams.
+
+Under FSDP2 the whole, unsharded state is written once, so that a checkpoint loads into
+any number of ranks, and into a plain model.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from opacus.core.layout import Sharded
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.optimizers.optimizer import DPOptimizer
+
+_PREFIX = "_module."
+_MODULE = "module_state_dict"
+_OPTIMIZER = "optimizer_state_dict"
+_ACCOUNTANT = "privacy_accountant_state_dict"
+_NOISE = "noise_streams"
+
+
+def save_training_state(
+    path: Any,
+    *,
+    accountant: Any,
+    module: Any,
+    optimizer: DPOptimizer | None,
+    schedulers: Mapping[str, Any],
+    extra: dict[str, Any] | None = None,
+    state_dict_kwargs: dict[str, Any] | None = None,
+    save_kwargs: dict[str, Any] | None = None,
+) -> None:
+    """See :meth:`opacus.PrivacyEngine.save_checkpoint`; a collective call under FSDP2."""
+    checkpoint = dict(extra or {})
+    taken = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _NOISE, *schedulers} & checkpoint.keys()
+    if taken:
+        raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")
+    inner = _inner(module)
+    checkpoint[_MODULE] = _model_state(module, inner, state_dict_kwargs or {})
+    checkpoint[_ACCOUNTANT] = accountant.state_dict()
+    if optimizer is not None:
+        checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
+        streams = _noise_streams(optimizer)
+        if streams is not None:
+            checkpoint[_NOISE] = streams
+    for key, scheduler in schedulers.items():
+        if scheduler is not None:
+            checkpoint[key] = scheduler.state_dict()
+    _write(path, checkpoint, save_kwargs or {}, one_writer=_is_sharded(inner))
+
+
+def load_training_state(
+    path: Any,
+    *,
+    accountant: Any,
+    module: Any,
+    optimizer: DPOptimizer | None,
+    schedulers: Mapping[str, Any],
+    state_dict_kwargs: dict[str, Any] | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """See :meth:`opacus.PrivacyEngine.load_checkpoint`."""
+    load_kwargs = {"map_location": "cpu", **(load_kwargs or {})}
+    checkpoint: dict[str, Any] = torch.load(path, **load_kwargs)
+    inner = _inner(module)
+    _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
+    accountant.load_state_dict(checkpoint[_ACCOUNTANT])
+    _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
+    state = checkpoint.get(_OPTIMIZER, {})
+    if optimizer is not None and state:
+        _load_optimizer(inner, optimizer, state)
+        _load_noise_streams(optimizer, checkpoint.get(_NOISE))
+    for key, scheduler in schedulers.items():
+        if (scheduler is not None) != (key in checkpoint):
+            warnings.warn(
+                f"checkpoint and load_checkpoint() disagree on {key}: it is "
+                f"{'given' if scheduler is not None else 'saved'} on one side only",
+                stacklevel=3,
+            )
+        elif scheduler is not None:
+            scheduler.load_state_dict(checkpoint[key])
+    return checkpoint
+
+
+# --- model ---
+
+
+def _inner(module: Any) -> nn.Module:
+    return module._module if isinstance(module, AbstractGradSampleHooks) else module
+
+
+def _is_sharded(inner: nn.Module) -> bool:
+    return isinstance(inner, FSDPModule)
+
+
+def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if _is_sharded(inner):
+        state = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True))
+        return {name: _to_cpu(value) for name, value in state.items()}
+    owner = module if isinstance(module, nn.Module) else inner
+    return owner.state_dict(**kwargs)
+
+
+def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    if _is_sharded(inner):
+        set_model_state_dict(inner, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        inner.load_state_dict(state, **kwargs)
+
+
+def _without_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(_PREFIX): value for name, value in state.items()}
+
+
+def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> None:
+    missing = {_MODULE, _ACCOUNTANT} - (checkpoint.keys() if isinstance(checkpoint, dict) else set())
+    if missing:
+        raise ValueError(f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}")
+    saved = {n: tuple(v.shape) for n, v in _without_prefix(checkpoint[_MODULE]).items()}
+    own = {n: tuple(v.shape) for n, v in inner.state_dict().items() if isinstance(v, Tensor)}
+    shared = saved.keys() & own.keys()
+    wrong = [f"{n} {saved[n]} (here {own[n]})" for n in sorted(shared) if saved[n] != own[n]]
+    if strict:
+        wrong += [f"{n} (not in this model)" for n in sorted(saved.keys() - own.keys())]
+        wrong += [f"{n} (not in the checkpoint)" for n in sorted(own.keys() - saved.keys())]
+    if wrong:
+        raise ValueError(
+            f"{_name(path)} is a checkpoint of another model; {len(wrong)} entries differ: "
+            f"{', '.join(wrong[:5])}. Nothing was loaded"
+        )
+
+
+# --- optimizer and noise ---
+
+
+def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
+    if not _is_sharded(inner):
+        return optimizer.state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(inner, optimizer.original_optimizer, options=options)
+    return _to_cpu(state)  # type: ignore[no-any-return]
+
+
+def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+    groups = state.get("param_groups", [])
+    by_name = any(isinstance(p, str) for group in groups for p in group["params"])
+    if by_name or _is_sharded(inner):
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
+    else:
+        optimizer.load_state_dict(state)
+
+
+def _noise_streams(optimizer: DPOptimizer) -> dict[str, Any] | None:
+    """The noise streams of all ranks; resuming with as many ranks continues them."""
+    layout = optimizer._layout
+    if not isinstance(layout, Sharded):
+        return None
+    states: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(states, layout.streams.state_dict())
+    return {"world_size": layout.world_size, "ranks": states}
+
+
+def _load_noise_streams(optimizer: DPOptimizer, streams: dict[str, Any] | None) -> None:
+    # With another number of ranks the shards differ: new, independent streams are right.
+    layout = optimizer._layout
+    if isinstance(layout, Sharded) and streams and streams["world_size"] == layout.world_size:
+        layout.streams.load_state_dict(streams["ranks"][layout.rank])
+
+
+# --- files ---
+
+
+def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_writer: bool) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        torch.save(checkpoint, path, **kwargs)
+        return
+    if not one_writer or dist.get_rank() == 0:
+        unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"
+        try:
+            torch.save(checkpoint, unfinished, **kwargs)
+            os.replace(unfinished, path)
+        finally:
+            if os.path.exists(unfinished):
+                os.remove(unfinished)
+    if one_writer:
+        dist.barrier()
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {k: _to_cpu(v) for k, v in value.items()}
+    return [_to_cpu(v) for v in value] if isinstance(value, list) else value
+
+
+def _name(path: Any) -> str:
+    return f"file {os.fspath(path)}" if isinstance(path, (str, os.PathLike)) else "the buffer"

@@ -1,0 +1,1 @@
+"""Computations that a rule hands over: a PyTorch reference beside each faster version."""

@@ -1,0 +1,70 @@
+"""One loss a sample, from whatever a criterion returns without reduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def per_sample_losses(
+    losses: Any,
+    *,
+    rows: int | None,
+    samples: int | None,
+    targets: Any,
+    ignore_index: int | None,
+    reduction: str,
+) -> Tensor:
+    """Reduce unreduced losses to ``[B]``.
+
+    Args:
+        losses: ``[B]``, ``[B, ...]`` or flattened ``[B * T]``.
+        rows: Number of rows the criterion was called on, if known.
+        samples: Number of samples B, if known; where it differs from the number of
+            losses, these were flattened.
+        targets: Targets, to find the positions with ``ignore_index``.
+        ignore_index: Target value that takes no part in a mean; a sample without any
+            other has loss 0.
+        reduction: ``"mean"`` or ``"sum"`` over the positions of a sample.
+
+    Raises:
+        ValueError: ``losses`` is not one loss (or more) a sample. A loss that mixes
+            samples cannot be clipped.
+    """
+    if not isinstance(losses, Tensor) or losses.dim() == 0:
+        raise ValueError(
+            "the criterion returned one loss for the whole batch; ghost clipping needs one a "
+            "sample. Give it an attribute `reduction` that it honours (set to 'none' during the "
+            f"call), or let it return a tensor of shape [batch]; got {_describe(losses)}"
+        )
+    flattened = samples is not None and losses.dim() == 1 and losses.shape[0] != samples
+    if flattened:
+        losses = _unflatten(losses, samples or 0)
+    elif rows is not None and losses.shape[0] != rows:
+        raise ValueError(
+            f"the criterion returned losses of shape {tuple(losses.shape)} for {rows} "
+            "samples; ghost clipping needs the sample in the first dimension"
+        )
+    if losses.dim() == 1:
+        return losses
+    flat = losses.reshape(losses.shape[0], -1)
+    if reduction == "sum" or flat.shape[1] == 0:
+        return flat.sum(1)
+    if ignore_index is None or not isinstance(targets, Tensor) or targets.numel() != flat.numel():
+        return flat.mean(1)
+    valid = (targets.reshape(flat.shape) != ignore_index).sum(1).clamp(min=1)
+    return flat.sum(1) / valid
+
+
+def _unflatten(losses: Tensor, samples: int) -> Tensor:
+    if samples == 0 or losses.shape[0] % samples:
+        raise ValueError(
+            f"the criterion returned {losses.shape[0]} losses for {samples} samples; pass the "
+            "shape of the unflattened logits as criterion(..., shape=(batch, length, classes))"
+        )
+    return losses.reshape(samples, -1)
+
+
+def _describe(losses: Any) -> str:
+    return f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))

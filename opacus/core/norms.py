@@ -1,0 +1,282 @@
+"""Per-sample gradient norms from the records of one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.recorder import Layer, Record
+from opacus.core.spec import LayerSpec
+
+# Records of at most this many elements are stacked and handled in one batched
+# call: launches, not arithmetic, are what small layers cost.
+GROUP_ELEMENTS = 1 << 20
+# Elements of per-sample gradients formed at once where they have to be summed
+# over several uses (weight tying) before their norm is taken.
+CHUNK_ELEMENTS = 1 << 26
+
+
+class NormLedger:
+    """Squared per-sample gradient norms of one batch, by parameter name.
+
+    Immediate: the norm of a layer is computed as its record arrives, unless the
+    layer is used more than once or shares a parameter; such records wait for each
+    other, since the norm of a sum needs all its terms. Deferred: every record
+    waits, and :meth:`finish` computes them all, small layers of equal shape in one
+    batched call. Both give the same numbers.
+
+    Args:
+        batch: Number of samples B of the batch.
+        deferred: Whether all records wait.
+        budget_bytes: Memory that waiting records may hold; beyond it the oldest
+            ones that can be computed alone are computed early.
+    """
+
+    def __init__(
+        self, batch: int, *, deferred: bool = False, budget_bytes: int | None = None
+    ) -> None:
+        self.batch = batch
+        self.deferred = deferred
+        self.budget_bytes = budget_bytes
+        # Per-sample gradients of layers whose rule may not be run twice.
+        self.formed: dict[str, Tensor] = {}
+        self._norm_sq: dict[str, Tensor] = {}
+        self._waiting: list[Record] = []
+        self._done: set[str] = set()
+        self._held_bytes = 0
+
+    @property
+    def waiting(self) -> list[Record]:
+        """The records whose norm has not been computed yet."""
+        return self._waiting
+
+    def add(self, record: Record) -> None:
+        """Take one record; see the class for when its norm is computed.
+
+        Raises:
+            RuntimeError: The layer's norm was already computed without this use.
+        """
+        name = record.spec.name
+        check_rows(record, self.batch)
+        if record.layer.rule.needs_parameters:
+            self._form(record)
+            return
+        if name in self._done:
+            raise RuntimeError(
+                f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
+                "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
+                "deferred_norm=True), which waits for all uses of a layer"
+            )
+        if not (self.deferred or record.reused or record.layer.shared):
+            self._compute([record])
+            return
+        self._waiting.append(record)
+        self._held_bytes += _bytes_of(record)
+        if self.budget_bytes is not None:
+            self._shrink()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
+        waiting, self._waiting, self._held_bytes = self._waiting, [], 0
+        shared = [r for r in waiting if r.layer.shared]
+        for records in _by_shape(r for r in waiting if not r.layer.shared and not r.reused):
+            self._compute(records)
+        for records in _by_layer(r for r in waiting if not r.layer.shared and r.reused):
+            self._compute_uses(records)
+        if shared:
+            self._compute_shared(shared)
+        for owner in self.formed.keys() - self._norm_sq.keys():
+            self._accumulate(owner, sum_of_squares(self.formed[owner]))
+        return self._norm_sq
+
+    # --- how one group is computed ---
+
+    def _form(self, record: Record) -> None:
+        """Form a layer's per-sample gradients once and keep them for the clipped sum.
+
+        Rules that re-run the layer need its parameters, which are unsharded only now,
+        and may draw other random numbers when run again: what is summed must be what
+        was measured.
+        """
+        rule = record.layer.rule
+        grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
+        for local, grad in grads.items():
+            owner = record.layer.owners[local]
+            known = self.formed.get(owner)
+            self.formed[owner] = grad if known is None else add_rows(known, grad)
+
+    def _compute(self, records: Sequence[Record]) -> None:
+        """Records of different layers but equal shape, in one call."""
+        first = records[0]
+        activations, backprops = first.activations, first.backprops
+        if len(records) > 1:
+            activations = tuple(
+                torch.cat(tensors) for tensors in zip(*(r.activations for r in records), strict=True)
+            )
+            backprops = torch.cat([r.backprops for r in records])
+        norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)
+        rows = first.batch
+        for index, record in enumerate(records):
+            self._done.add(record.spec.name)
+            for name, value in norm_sq.items():
+                self._add(record.layer, name, value[index * rows : (index + 1) * rows])
+
+    def _compute_uses(self, records: Sequence[Record]) -> None:
+        """Several uses of one layer: the norm of the sum of their gradients."""
+        layer, spec = records[0].layer, records[0].spec
+        if len(records) == 1:
+            return self._compute(records)
+        joined = layer.rule.join(spec, [(r.activations, r.backprops) for r in records])
+        if joined is None:
+            return self._compute_shared(records)
+        self._done.add(spec.name)
+        for name, value in layer.rule.norm_sq(spec, *joined).items():
+            self._add(layer, name, value)
+
+    def _compute_shared(self, records: Sequence[Record]) -> None:
+        """Parameters with several layers or uses: sum the per-sample gradients first."""
+        largest = max((_largest_parameter(r.spec) for r in records), default=1)
+        rows = max(1, CHUNK_ELEMENTS // max(1, largest))
+        parts: dict[str, list[Tensor]] = {}
+        for start in range(0, self.batch, rows):
+            for name, grad in self._summed(records, start, min(start + rows, self.batch)).items():
+                parts.setdefault(name, []).append(sum_of_squares(grad))
+        for name, values in parts.items():
+            self._accumulate(name, torch.cat(values))
+        self._done.update(r.spec.name for r in records)
+
+    def _summed(self, records: Sequence[Record], start: int, stop: int) -> dict[str, Tensor]:
+        owners = {owner for r in records for owner in r.layer.owners.values()}
+        total = {o: self.formed[o][start:stop] for o in owners & self.formed.keys()}
+        for record in records:
+            for local, grad in _per_sample_grad(record, start, stop).items():
+                owner = record.layer.owners[local]
+                total[owner] = add_rows(total[owner], grad) if owner in total else grad
+        return {owner: pad_rows(grad, stop - start) for owner, grad in total.items()}
+
+    def _add(self, layer: Layer, local: str, norm_sq: Tensor) -> None:
+        self._accumulate(layer.owners[local], norm_sq)
+
+    def _accumulate(self, owner: str, norm_sq: Tensor) -> None:
+        norm_sq = pad_rows(norm_sq, self.batch)  # rows beyond a packed sequence's end
+        known = self._norm_sq.get(owner)
+        self._norm_sq[owner] = norm_sq if known is None else known + norm_sq
+
+    def _shrink(self) -> None:
+        """Compute the oldest records that stand alone until the rest fits the budget."""
+        index = 0
+        while self._held_bytes > (self.budget_bytes or 0) and index < len(self._waiting):
+            record = self._waiting[index]
+            if record.reused or record.layer.shared:
+                index += 1
+                continue
+            del self._waiting[index]
+            self._held_bytes -= _bytes_of(record)
+            self._compute([record])
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """``tensor`` with zero rows appended up to ``rows``."""
+    missing = rows - tensor.shape[0]
+    if missing <= 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def add_rows(known: Tensor, grad: Tensor) -> Tensor:
+    """Sum of two ``[B_k, ...]`` tensors whose rows start at the same sample."""
+    if known.shape[0] == grad.shape[0]:
+        return known + grad
+    rows = max(known.shape[0], grad.shape[0])
+    return pad_rows(known, rows) + pad_rows(grad, rows)
+
+
+def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:
+    """``[B]`` norms of the whole per-sample gradients."""
+    if not norm_sq:
+        return torch.zeros(batch, device=device)
+    values = [value.to(device) for value in norm_sq.values()]
+    return torch.stack(values).sum(0).sqrt()
+
+
+def check_rows(record: Record, batch: int) -> None:
+    """Refuse a record whose leading dimension is not the batch.
+
+    Raises:
+        ValueError: Names the layer. Mixing rows up would clip the wrong samples.
+    """
+    if record.batch == batch or (record.reused and record.batch < batch == record.rows):
+        return
+    raise ValueError(
+        f"layer '{record.spec.name}' ({record.spec.kind.__name__}) saw {record.batch} rows in a "
+        f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
+        "the batch in its first dimension (expand position ids to [batch, length], say), or "
+        "freeze the layer"
+    )
+
+
+def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]:
+    if _row_by_row(record):
+        activations: Any = tuple(a[start:stop] for a in record.activations)
+        backprops = record.backprops[start:stop]
+        return record.layer.rule.per_sample_grad(record.spec, activations, backprops)
+    grads = record.layer.rule.per_sample_grad(record.spec, record.activations, record.backprops)
+    return {name: grad[start:stop] for name, grad in grads.items()}
+
+
+def _row_by_row(record: Record) -> bool:
+    """Whether row i of every activation belongs to sample i."""
+    activations = record.activations
+    return isinstance(activations, tuple) and all(
+        a.dim() > 0 and a.shape[0] == record.batch for a in activations
+    )
+
+
+def _by_layer(records: Iterable[Record]) -> list[list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.spec.name, []).append(record)
+    return list(groups.values())
+
+
+def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_group_key(record), []).append(record)
+    return list(groups.values())
+
+
+def _group_key(record: Record) -> Hashable:
+    """Equal for records that one batched call can handle; unique for large ones."""
+    alone = not _row_by_row(record) or not isinstance(record.backprops, Tensor)
+    if alone or _elements(record) > GROUP_ELEMENTS:
+        return id(record)
+    spec = record.spec
+    tensors = (*record.activations, record.backprops)
+    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    options = tuple(sorted((k, repr(v)) for k, v in spec.options.items()))
+    return (id(record.layer.rule), spec.params, tuple(spec.shapes.items()), options, shapes)
+
+
+def _elements(record: Record) -> int:
+    return sum(t.numel() for t in (*record.activations, record.backprops))
+
+
+def _bytes_of(record: Record) -> int:
+    """Bytes that the record keeps alive beyond the graph: its backprops."""
+    grads = record.backprops if isinstance(record.backprops, tuple) else (record.backprops,)
+    return sum(g.numel() * g.element_size() for g in grads)
+
+
+def _largest_parameter(spec: LayerSpec) -> int:
+    sizes = [1]
+    for name in spec.params:
+        size = 1
+        for length in spec.shapes[name]:
+            size *= length
+        sizes.append(size)
+    return max(sizes)

@@ -1,0 +1,388 @@
+"""Watches a model run: every use of a layer becomes one record per backward pass.
+
+Note [How a layer is tapped]
+    A forward hook sends the layer's output through :class:`_Tap`, an identity
+    whose backward receives the gradient with respect to that output. The layer's
+    inputs are kept as the tap's *saved tensors*, so that activation checkpointing
+    and offloading treat them like any other saved tensor, an in-place change of
+    them raises, and nothing outlives the graph. The tap's result aliases the
+    output without being a view of it for autograd: in-place operations that follow
+    are differentiated as usual and do not disturb what the tap sees.
+
+Note [No parameter gradients]
+    With ``detach=True`` the layer runs on detached aliases of its trainable
+    parameters. Autograd then never forms (nor, under FSDP or DDP, communicates)
+    a weight gradient, in whichever way backward is started. Whatever gradient a
+    trainable parameter still receives from autograd came past the taps.
+
+Note [Forward passes and generations]
+    The rows of one forward call belong together. If a second forward starts while
+    taps of the first still wait for their backward, both are of one generation:
+    their records describe the same batch rows (weight sharing across calls).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from opacus.core.rules import LayerRule
+from opacus.core.rules.generic import Call
+from opacus.core.spec import LayerSpec
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module whose directly owned parameters get per-sample gradients.
+
+    Attributes:
+        owners: Local parameter name -> name of the parameter in the model; the
+            same for all layers that share a parameter.
+        shared: Whether another layer has one of these parameters too.
+    """
+
+    module: nn.Module
+    spec: LayerSpec
+    rule: LayerRule
+    owners: Mapping[str, str]
+    shared: bool = False
+
+    def trainable_now(self) -> LayerSpec:
+        """The spec restricted to the parameters that still require gradients."""
+        parameters = self.module._parameters
+        names = tuple(n for n in self.spec.params if _requires_grad(parameters.get(n)))
+        return self.spec if names == self.spec.params else replace(self.spec, params=names)
+
+
+@dataclass(eq=False)
+class Generation:
+    """Forward passes over the same batch rows, with the taps that still wait."""
+
+    uses: Counter[str] = field(default_factory=Counter)
+    waiting: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One call of the model: its generation and the batch rows seen so far."""
+
+    generation: Generation
+    batch: int | None = None
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Record:
+    """What the backward pass revealed about one use of a layer.
+
+    Attributes:
+        activations: Batch-first inputs of the layer (a ``Call`` for the generic rule).
+        backprops: Gradient with respect to its output, batch first.
+        rows: Largest number of rows the layer saw in this forward pass.
+        reused: Whether the layer was used more than once in this generation.
+    """
+
+    layer: Layer
+    spec: LayerSpec
+    activations: Any
+    backprops: Any
+    rows: int
+    reused: bool
+    generation: Generation
+
+    @property
+    def batch(self) -> int:
+        """Number of samples in this record."""
+        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
+        return int(first.shape[0])
+
+
+class Recorder:
+    """Attaches taps to layers and hands a :class:`Record` to ``sink`` for each use.
+
+    Args:
+        root: The model; its forward delimits forward passes.
+        layers: The layers to tap.
+        sink: Called in the backward pass, without gradient tracking.
+        batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
+        detach: See Note [No parameter gradients].
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: list[Layer],
+        sink: Callable[[Record], None],
+        *,
+        batch_first: bool = True,
+        detach: bool = False,
+    ) -> None:
+        self.layers = layers
+        self.sink = sink
+        self.batch_first = batch_first
+        self.detach = detach
+        self.enabled = True
+        self.in_backward = False
+        self._swapped: dict[int, list[dict[str, nn.Parameter]]] = {}
+        self._current: ForwardPass | None = None
+        self._generation = Generation()
+        self.latest_batch: int | None = None
+        self.handles = [
+            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
+            root.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        for layer in layers:
+            hooks = _LayerHooks(self, layer)
+            self.handles += [
+                layer.module.register_forward_pre_hook(hooks.before),
+                layer.module.register_forward_hook(
+                    hooks.after, with_kwargs=True, prepend=True, always_call=True
+                ),
+            ]
+
+    def remove(self) -> None:
+        """Take every hook off; the modules are as they were before."""
+        while self.handles:
+            self.handles.pop().remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is known of earlier forward passes; later ones start afresh."""
+        self._current = None
+        self._generation = Generation()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run modules without recording, as rules that re-run a layer do."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_swapped={}, _current=None, _generation=Generation(), in_backward=False)
+        return state
+
+    # --- forward ---
+
+    def active(self, module: nn.Module) -> bool:
+        return self.enabled and module.training and torch.is_grad_enabled()
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.in_backward or not self.enabled:
+            return
+        if not self._generation.waiting:
+            self._generation = Generation()
+        batch = _batch_of((args, kwargs), 0 if self.batch_first else 1)
+        self._current = ForwardPass(self._generation, batch)
+        self.latest_batch = batch
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._current = None
+
+    def swap_parameters(self, layer: Layer) -> None:
+        parameters = layer.module._parameters
+        kept = {n: p for n in layer.spec.params if _requires_grad(p := parameters.get(n))}
+        self._swapped.setdefault(id(layer), []).append(kept)
+        for name, parameter in kept.items():
+            parameters[name] = parameter.detach()  # type: ignore[assignment]
+
+    def restore_parameters(self, layer: Layer) -> None:
+        stack = self._swapped.get(id(layer))
+        if stack:
+            layer.module._parameters.update(stack.pop())
+
+    def tap(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets."""
+        spec = layer.trainable_now()
+        outputs, out_tree = tree_flatten(output)
+        picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
+        if not spec.params or not picked:
+            return output
+        inputs, in_tree = tree_flatten((args, kwargs))
+        tensors = [i for i in inputs if isinstance(i, Tensor)]
+        use = _Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
+        picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
+        use.register(picked_outputs[0].shape, counted=not self.in_backward)
+        anchor = torch.zeros((), requires_grad=True)
+        tapped = _Tap.apply(anchor, use, len(picked), *picked_outputs, *tensors)
+        for index, tensor in zip(picked, tapped, strict=True):
+            outputs[index] = tensor
+        return tree_unflatten(outputs, out_tree)
+
+    def _forward_pass(self) -> ForwardPass:
+        if self._current is not None:
+            return self._current
+        if not self._generation.waiting and not self.in_backward:
+            self._generation = Generation()
+        return ForwardPass(self._generation)
+
+    def _spread(self, use: _Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
+        """Give each sample its own copy of an output computed once for all of them.
+
+        A table indexed by positions of shape ``[1, T]`` is added to every sample by
+        broadcasting, which would sum the samples' gradients before the tap.
+        """
+        batch = use.forward_pass.batch
+        if not self.batch_first or batch is None or batch == 1 or output.dim() < 2:
+            return output
+        if output.shape[0] != 1 or any(t.dim() and t.shape[0] != 1 for t in inputs):
+            return output
+        return output.expand(batch, *output.shape[1:])
+
+    # --- backward ---
+
+    def deliver(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        """Build the record of one use and hand it to the sink."""
+        self._generation_done(use)
+        with torch.no_grad():
+            backprops = tuple(self._batch_to_front(g.detach()) for g in grads)
+            activations = self._activations(use, tensors, backprops)
+            self.sink(
+                Record(
+                    layer=use.layer,
+                    spec=use.spec,
+                    activations=activations,
+                    backprops=backprops[0] if len(backprops) == 1 else backprops,
+                    rows=max(use.forward_pass.rows.get(use.spec.name, 0), backprops[0].shape[0]),
+                    reused=use.forward_pass.generation.uses[use.spec.name] > 1,
+                    generation=use.forward_pass.generation,
+                )
+            )
+
+    def _generation_done(self, use: _Use) -> None:
+        use.forward_pass.generation.waiting.discard(use)
+
+    def _activations(
+        self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
+    ) -> Any:
+        if use.layer.rule.needs_parameters:
+            args, kwargs = use.rebuild([self._batch_to_front(t.detach()) for t in tensors])
+            return _call(use.layer.module, args, kwargs)
+        dtype, batch = backprops[0].dtype, backprops[0].shape[0]
+        return tuple(self._prepare(t.detach(), dtype, batch) for t in tensors)
+
+    def _prepare(self, activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
+        # Autocast lets a layer's input and output differ in dtype.
+        if activation.is_floating_point() and activation.dtype != dtype:
+            activation = activation.to(dtype)
+        activation = self._batch_to_front(activation)
+        if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
+            activation = activation.expand(batch, *activation.shape[1:])
+        return activation
+
+    def _batch_to_front(self, tensor: Tensor) -> Tensor:
+        if self.batch_first or tensor.dim() < 2:
+            return tensor
+        return tensor.transpose(0, 1)
+
+
+class _LayerHooks:
+    """The two hooks of one layer (an object, so that models can be copied and pickled)."""
+
+    def __init__(self, recorder: Recorder, layer: Layer) -> None:
+        self.recorder = recorder
+        self.layer = layer
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.recorder.detach and self.recorder.active(module):
+            self.recorder.swap_parameters(self.layer)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self.recorder.restore_parameters(self.layer)
+        if output is None or not self.recorder.active(module):
+            return None
+        return self.recorder.tap(self.layer, args, kwargs, output)
+
+
+class _Use:
+    """One use of a layer, from its forward until its graph is gone."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layer: Layer,
+        spec: LayerSpec,
+        forward_pass: ForwardPass,
+        inputs: list[Any],
+        in_tree: TreeSpec,
+    ) -> None:
+        self.recorder = recorder
+        self.layer = layer
+        self.spec = spec
+        self.forward_pass = forward_pass
+        # Tensors are the tap's to save; only their places are remembered here.
+        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs]
+        self._in_tree = in_tree
+
+    def register(self, output_shape: torch.Size, *, counted: bool) -> None:
+        """Note that the layer ran; a recomputation is not counted as another use."""
+        if not counted:
+            return
+        name, current = self.spec.name, self.forward_pass
+        current.generation.uses[name] += 1
+        current.generation.waiting.add(self)
+        dim = 0 if self.recorder.batch_first or len(output_shape) < 2 else 1
+        rows = output_shape[dim] if output_shape else 0
+        current.rows[name] = max(current.rows.get(name, 0), rows)
+
+    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments, with ``tensors`` in the places of the original ones."""
+        fresh = iter(tensors)
+        leaves = [next(fresh) if i is _PLACE else i for i in self._inputs]
+        args, kwargs = tree_unflatten(leaves, self._in_tree)
+        return args, kwargs
+
+
+_PLACE = object()
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a layer's outputs; see Note [How a layer is tapped]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, use: _Use, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.num_inputs = len(tensors) - num_outputs
+        ctx.save_for_backward(*tensors[num_outputs:])
+        return tuple(t.detach() for t in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        return (None, None, None, *grads, *([None] * ctx.num_inputs))
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
+    buffers = {n: b for n, b in module._buffers.items() if b is not None}
+    return Call(args=args, kwargs=kwargs, parameters=parameters, buffers=buffers)
+
+
+def _requires_grad(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _batch_of(inputs: Any, dim: int) -> int | None:
+    """Batch size of a model's inputs, where all its tensors agree on one."""
+    leaves, _ = tree_flatten(inputs)
+    sizes = {t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    return sizes.pop() if len(sizes) == 1 else None

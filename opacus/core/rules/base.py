@@ -1,0 +1,104 @@
+"""The interface of a layer rule, and what every rule gets for free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.spec import LayerSpec
+
+# Activations and backprops of one use of a layer.
+Use = tuple[Any, Any]
+
+
+class LayerRule:
+    """How a layer's parameter gradients follow from its activations and backprops.
+
+    A rule is a pure function of ``(spec, activations, backprops)``; it never sees a
+    parameter, unless ``needs_parameters``. Activations are the tuple of the layer's
+    tensor inputs, backprops the gradient of the sum of the samples' losses with respect
+    to its output, both batch first. Results are keyed by local parameter name and have
+    the parameters in ``spec.params`` only.
+
+    Only :meth:`per_sample_grad` must be written; the others are derived from it and
+    overridden where algebra gives a shortcut.
+    """
+
+    # Whether the rule runs the layer again, so that it needs its parameters (unsharded)
+    # and may draw other random numbers.
+    needs_parameters: bool = False
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        """Static attributes of ``module`` that the rule reads from ``spec.options``.
+
+        Raises:
+            ValueError: The layer has a setting that the rule cannot handle.
+        """
+        return {}
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        """Per-sample gradients ``[B, *shape]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no per-sample gradient")
+
+    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        """Squared norms ``[B]`` of the per-sample gradients, in fp32 (fp64 for fp64)."""
+        grads = self.per_sample_grad(spec, activations, backprops)
+        return {name: sum_of_squares(grad) for name, grad in grads.items()}
+
+    def weighted_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
+    ) -> dict[str, Tensor]:
+        """``sum_i factors[i] * g_i``, of the parameter's shape; ``None`` means all ones."""
+        grads = self.per_sample_grad(spec, activations, scale_rows(backprops, factors))
+        return {name: grad.sum(0) for name, grad in grads.items()}
+
+    def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
+        """Several uses of the layer as one whose gradient is the sum of theirs.
+
+        Returns:
+            Activations and backprops, or ``None`` where that is not possible.
+        """
+        return None
+
+
+def scale_rows(backprops: Any, factors: Tensor | None) -> Any:
+    """Multiply row i by ``factors[i]``."""
+    if factors is None:
+        return backprops
+    if isinstance(backprops, tuple):
+        return tuple(scale_rows(b, factors) for b in backprops)
+    return backprops * factors.to(backprops.dtype).view(-1, *[1] * (backprops.dim() - 1))
+
+
+def as_tokens(tensor: Tensor, feature_dims: int = 1) -> Tensor:
+    """``[B, ..., *features] -> [B, T, *features]``; T is 1 where there is no such dimension."""
+    split = tensor.dim() - feature_dims
+    tokens = math.prod(tensor.shape[1:split])
+    return tensor.reshape(tensor.shape[0], tokens, *tensor.shape[split:])
+
+
+def join_tokens(uses: Sequence[tuple[Tensor, ...]], feature_dims: Sequence[int]) -> list[Tensor]:
+    """Join corresponding tensors of several uses along their tokens.
+
+    Uses with fewer rows (packed sequences) are padded with rows of zeros.
+    """
+    rows = max(use[0].shape[0] for use in uses)
+    joined = []
+    for index, dims in enumerate(feature_dims):
+        parts = [_pad(as_tokens(use[index], dims), rows) for use in uses]
+        joined.append(torch.cat(parts, dim=1))
+    return joined
+
+
+def _pad(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,0 +1,125 @@
+"""Normalisation layers: ``y = w * x_hat + b``, with ``x_hat`` from one sample alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opacus.core.kernels.reference import widen
+from opacus.core.rules.base import LayerRule, Use, as_tokens, join_tokens
+from opacus.core.spec import LayerSpec
+
+
+class TrailingNormRule(LayerRule):
+    """Normalises the last dimensions; gradients are sums over the tokens before them."""
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        """``x_hat``, in the dtype of ``x``."""
+        raise NotImplementedError
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        x, dims = activations[0], len(spec.options["shape"])
+        grads = {}
+        if "weight" in spec.params:
+            product = widen(backprops) * self.normalise(spec, widen(x))
+            grads["weight"] = as_tokens(product, dims).sum(1)
+        if "bias" in spec.params:
+            grads["bias"] = as_tokens(widen(backprops), dims).sum(1)
+        return grads
+
+    def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
+        dims = len(spec.options["shape"])
+        x, g = join_tokens([(a[0], b) for a, b in uses], (dims, dims))
+        return (x,), g
+
+
+class LayerNormRule(TrailingNormRule):
+    """``torch.nn.LayerNorm``."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        assert isinstance(module, nn.LayerNorm)
+        return {"shape": tuple(module.normalized_shape), "eps": module.eps}
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        return F.layer_norm(x, spec.options["shape"], eps=spec.options["eps"])
+
+
+class RMSNormRule(TrailingNormRule):
+    """``torch.nn.RMSNorm``."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        assert isinstance(module, nn.RMSNorm)
+        weight = module.weight
+        default = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
+        eps = default if module.eps is None else module.eps
+        return {"shape": tuple(module.normalized_shape), "eps": eps}
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        return F.rms_norm(x, spec.options["shape"], eps=spec.options["eps"])
+
+
+class HuggingFaceRMSNormRule(RMSNormRule):
+    """The RMSNorm classes of Hugging Face models; ``w`` or ``1 + w`` has the same gradient."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        eps = getattr(module, "variance_epsilon", None)
+        eps = getattr(module, "eps", None) if eps is None else eps
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return {"shape": tuple(weight.shape), "eps": float(eps)}  # type: ignore[arg-type]
+
+
+class ChannelNormRule(LayerRule):
+    """Normalises channels of ``[B, C, ...]``; gradients are sums over the positions."""
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        """``x_hat``, in the dtype of ``x``."""
+        raise NotImplementedError
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        g = widen(backprops)
+        grads = {}
+        if "weight" in spec.params:
+            product = g * self.normalise(spec, widen(activations[0]))
+            grads["weight"] = _over_positions(product)
+        if "bias" in spec.params:
+            grads["bias"] = _over_positions(g)
+        return grads
+
+
+class GroupNormRule(ChannelNormRule):
+    """``torch.nn.GroupNorm``."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        assert isinstance(module, nn.GroupNorm)
+        return {"num_groups": module.num_groups, "eps": module.eps}
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return x
+        return F.group_norm(x, spec.options["num_groups"], eps=spec.options["eps"])
+
+
+class InstanceNormRule(ChannelNormRule):
+    """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d``."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        return {"eps": module.eps}
+
+    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return x
+        return F.instance_norm(x, eps=spec.options["eps"])  # type: ignore[arg-type]
+
+
+def _over_positions(tensor: Tensor) -> Tensor:
+    """``[B, C, ...] -> [B, C]``."""
+    return tensor.flatten(2).sum(2) if tensor.dim() > 2 else tensor

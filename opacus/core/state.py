@@ -1,0 +1,90 @@
+"""The only home of the privacy parameters of a training run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+REDUCTIONS = ("mean", "sum")
+
+
+class PrivacyParams:
+    """Clipping norm C, noise multiplier sigma, expected batch size and reduction.
+
+    One instance is shared by everything that clips and everything that adds
+    noise, so that a change of C (by a scheduler, say) reaches both or neither.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise in units of the
+            sensitivity. 0 means no noise, hence no privacy.
+        max_grad_norm: Clipping norm C > 0: one number for flat clipping, or one for
+            each parameter for per-layer clipping.
+        expected_batch_size: Expected number of samples of a logical batch on
+            one rank; ``None`` when gradients are summed.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: A value is out of range; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        expected_batch_size: int | float | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        if loss_reduction not in REDUCTIONS:
+            raise ValueError(
+                f"loss_reduction must be one of {REDUCTIONS}, got {loss_reduction!r}"
+            )
+        self.loss_reduction = loss_reduction
+        self.max_grad_norms: list[float] | None = None
+        # Noise of a private count that shares the budget (adaptive clipping), or None.
+        self.count_noise_std: float | None = None
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.expected_batch_size = expected_batch_size
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if not value >= 0 or math.isinf(value):
+            raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}")
+        self._noise_multiplier = value
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Clipping norm C of the whole gradient: with per-layer norms, their L2 norm."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+        several = isinstance(value, Sequence)
+        norms = [float(norm) for norm in (value if several else [value])]  # type: ignore[union-attr]
+        if not norms or not all(norm > 0 for norm in norms):
+            raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
+        if several:
+            self.max_grad_norms = norms
+        elif self.max_grad_norms is not None:
+            # One number for per-layer norms scales them all, and the noise with them.
+            scale = norms[0] / self._max_grad_norm
+            self.max_grad_norms = [norm * scale for norm in self.max_grad_norms]
+        self._max_grad_norm = math.hypot(*norms) if several else norms[0]
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 change of the summed gradient when one sample is removed."""
+        return self._max_grad_norm
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the summed gradient."""
+        multiplier = self.noise_multiplier
+        if multiplier and self.count_noise_std is not None:
+            multiplier = (multiplier**-2 - (2 * self.count_noise_std) ** -2) ** -0.5
+        return multiplier * self.sensitivity if multiplier else 0.0

@@ -1,0 +1,275 @@
+"""Strategies: what happens to the records of a backward pass.
+
+``Materialise`` keeps every per-sample gradient for the optimizer to clip.
+``TwoPass`` (ghost clipping, arXiv:2110.05679, arXiv:2009.03106) finds the norms in
+a first backward and forms only the clipped sum in a second one.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.norms import NormLedger, add_rows, pad_rows
+from opacus.core.recorder import Generation, Record, Recorder
+
+
+class Materialise:
+    """Writes ``[B, *shape]`` per-sample gradients to ``parameter.grad_sample``.
+
+    Records of one generation describe the same rows and are added; those of a
+    later one (gradient accumulation) turn ``grad_sample`` into a list.
+
+    Args:
+        loss_reduction: How the user's loss was reduced; with ``"mean"`` backprops
+            carry a factor 1/B, which is taken out.
+    """
+
+    def __init__(self, loss_reduction: str) -> None:
+        self.loss_reduction = loss_reduction
+        self.accumulation_allowed = True
+        self._last: dict[int, weakref.ref[Generation]] = {}
+
+    def receive(self, record: Record) -> None:
+        backprops = record.backprops
+        if self.loss_reduction == "mean":
+            backprops = _map(lambda g: g * record.rows, backprops)
+        grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
+        for name, grad in grads.items():
+            parameter = record.layer.module._parameters[name]
+            assert parameter is not None
+            self._add(parameter, grad.to(parameter.dtype), record)
+
+    def _add(self, parameter: nn.Parameter, grad: Tensor, record: Record) -> None:
+        last = self._last.get(id(parameter))
+        same_rows = last is not None and last() is record.generation
+        known: Any = getattr(parameter, "grad_sample", None)
+        if known is None:
+            parameter.grad_sample = pad_rows(grad, record.rows)  # type: ignore[attr-defined]
+        elif same_rows and isinstance(known, list):
+            known[-1] = add_rows(known[-1], grad)
+        elif same_rows:
+            parameter.grad_sample = add_rows(known, grad)  # type: ignore[attr-defined]
+        else:
+            self._accumulate(parameter, known, pad_rows(grad, record.rows), record)
+        self._last[id(parameter)] = weakref.ref(record.generation)
+
+    def _accumulate(
+        self, parameter: nn.Parameter, known: Any, grad: Tensor, record: Record
+    ) -> None:
+        if not self.accumulation_allowed:
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation: layer "
+                f"'{record.spec.name}' already holds the per-sample gradients of an earlier "
+                "backward pass. Call optimizer.step() and optimizer.zero_grad() after every "
+                "forward/backward pass (with accelerate, set gradient_accumulation_steps=1), "
+                "or use BatchMemoryManager to simulate large batches"
+            )
+        earlier = known if isinstance(known, list) else [known]
+        parameter.grad_sample = [*earlier, grad]  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": {}}
+
+
+class Phase(enum.Enum):
+    """Where a two-pass step stands.
+
+    IDLE: a backward pass now is not ours; its records are dropped, and since layers
+        run on detached parameters it leaves no parameter gradient behind.
+    NORMS: records become per-sample norms; no parameter gradient is formed.
+    SUM: backprops are weighted by the clipping factors; records become gradients.
+    """
+
+    IDLE = "idle"
+    NORMS = "norms"
+    SUM = "sum"
+
+
+class TwoPass:
+    """Norms in one backward pass, the clipped sum in a second one.
+
+    Parameter gradients come from the rules alone, never from autograd: what was
+    not seen cannot enter the sum, and FSDP2 finds in ``unsharded.grad`` exactly the
+    clipped gradient to reduce. A trainable parameter that gets a gradient past the
+    taps is an error that names it.
+
+    Args:
+        recorder: Recorder with ``detach=True`` whose sink is :meth:`receive`.
+        parameters: All named parameters of the model, frozen ones too, as the optimizer
+            holds them (under FSDP the sharded ones).
+        deferred: Whether norms wait for the end of the backward pass.
+        budget_bytes: See :class:`~opacus.core.norms.NormLedger`.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        deferred: bool = False,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.parameters = parameters
+        self.deferred = deferred
+        self.budget_bytes = budget_bytes
+        self.phase = Phase.IDLE
+        self.ledger: NormLedger | None = None
+        self._factors: Tensor | Mapping[str, Tensor] | None = None
+        self._excluded: Tensor | None = None
+
+    def receive(self, record: Record) -> None:
+        """Sink of the recorder."""
+        if self.phase is Phase.NORMS:
+            assert self.ledger is not None
+            self.ledger.add(record)
+        elif self.phase is Phase.SUM:
+            self._add_gradient(record)
+
+    def norm_pass(self, losses: Tensor) -> None:
+        """First backward: fills :attr:`ledger` with the records of ``losses`` ``[B]``.
+
+        Raises:
+            RuntimeError: A trainable parameter received a gradient past the taps.
+        """
+        self.ledger = NormLedger(
+            losses.shape[0], deferred=self.deferred, budget_bytes=self.budget_bytes
+        )
+        before = {name: _fingerprint(p) for name, p in self.parameters}
+        with self._in(Phase.NORMS):
+            losses.sum().backward(retain_graph=True)
+        self._refuse_leaks(before)
+
+    def sum_pass(
+        self,
+        losses: Tensor,
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor,
+        **backward: Any,
+    ) -> None:
+        """Second backward: adds ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
+
+        Args:
+            losses: ``[B]``, the same graph as in :meth:`norm_pass`.
+            factors: ``[B]`` clipping factors, of all parameters or by parameter name.
+            excluded: ``[B]`` bool; rows that must not contribute even as ``0 * NaN``.
+            backward: ``retain_graph`` of the last backward.
+        """
+        self._factors = factors
+        self._excluded = excluded if bool(excluded.any()) else None
+        weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
+        if isinstance(factors, Tensor):
+            weighted = weighted * factors.to(losses.dtype)
+        try:
+            with self._in(Phase.SUM):
+                weighted.sum().backward(**backward)
+        finally:
+            self._factors = self._excluded = self.ledger = None
+
+    @contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        self.phase, self.recorder.in_backward = phase, True
+        try:
+            yield
+        finally:
+            self.phase, self.recorder.in_backward = Phase.IDLE, False
+
+    def _add_gradient(self, record: Record) -> None:
+        layer, spec = record.layer, record.spec
+        if layer.rule.needs_parameters:
+            grads = self._sum_formed(record)
+        else:
+            activations, backprops = record.activations, record.backprops
+            if self._excluded is not None:
+                activations, backprops = _without(self._excluded, activations, backprops)
+            grads = self._weighted(record, activations, backprops)
+        for name, grad in grads.items():
+            parameter = layer.module._parameters[name]
+            assert parameter is not None
+            grad = grad.to(parameter.dtype).reshape(parameter.shape)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _weighted(
+        self, record: Record, activations: Any, backprops: Tensor
+    ) -> dict[str, Tensor]:
+        layer, spec = record.layer, record.spec
+        if isinstance(self._factors, Tensor):  # the losses carry the factors already
+            return layer.rule.weighted_grad(spec, activations, backprops, None)
+        grads: dict[str, Tensor] = {}
+        for name in spec.params:
+            alone, factors = replace(spec, params=(name,)), self._factor(record, name)
+            factors = factors[: backprops.shape[0]].to(backprops.dtype)
+            grads |= layer.rule.weighted_grad(alone, activations, backprops, factors)
+        return grads
+
+    def _factor(self, record: Record, name: str) -> Tensor:
+        assert self._factors is not None
+        if isinstance(self._factors, Tensor):
+            return self._factors
+        return self._factors[record.layer.owners[name]]
+
+    def _sum_formed(self, record: Record) -> dict[str, Tensor]:
+        """Weight the per-sample gradients kept by the norm pass; each is used once."""
+        assert self.ledger is not None
+        sums = {}
+        for name in record.spec.params:
+            formed = self.ledger.formed.pop(record.layer.owners[name], None)
+            if formed is not None:
+                if self._excluded is not None:
+                    formed = _clear_rows(formed, self._excluded)
+                factors = self._factor(record, name).to(formed.dtype)
+                sums[name] = torch.tensordot(factors[: len(formed)], formed, dims=1)
+        return sums
+
+    def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
+        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        if not leaked:
+            return
+        for name, parameter in self.parameters:
+            if name in leaked:
+                parameter.grad = None
+        raise RuntimeError(
+            f"parameters {leaked} received gradients that were not clipped: they were used "
+            "outside their layer's forward, in eval mode, or made trainable after "
+            "make_private. Use them through their own layer, or freeze them "
+            "(requires_grad_(False)). Nothing was added to the model"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        transient = {"ledger": None, "phase": Phase.IDLE, "_factors": None, "_excluded": None}
+        return {**self.__dict__, **transient}
+
+
+def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
+    if isinstance(tensors, tuple):
+        return tuple(function(t) for t in tensors)
+    return function(tensors)
+
+
+def _without(
+    excluded: Tensor, activations: tuple[Tensor, ...], backprops: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same record with the excluded rows set to zero."""
+    cleared = tuple(
+        _clear_rows(a, excluded) if a.is_floating_point() else a for a in activations
+    )
+    return cleared, _clear_rows(backprops, excluded)
+
+
+def _clear_rows(tensor: Tensor, excluded: Tensor) -> Tensor:
+    rows = excluded[: tensor.shape[0]].to(tensor.device)
+    return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0.0)
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+    """Changes when a gradient is assigned or modified in place."""
+    grad = parameter.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)

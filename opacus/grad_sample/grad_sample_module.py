@@ -1,0 +1,295 @@
+"""Per-sample gradients by hooks: ``parameter.grad_sample`` after every backward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.attach import layers_of
+from opacus.core.norms import add_rows, pad_rows
+from opacus.core.recorder import Layer, Record, Recorder
+from opacus.core.strategy import Materialise
+from opacus.grad_sample._samplers import Sampler, choose_rule
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+
+
+def create_or_accumulate_grad_sample(
+    *, param: Tensor, grad_sample: Tensor, max_batch_len: int
+) -> None:
+    """Add ``grad_sample`` ``[n, *shape]`` to the rows ``0..n-1`` of the running batch.
+
+    Args:
+        param: Parameter that gets the attribute ``_current_grad_sample``.
+        grad_sample: Per-sample gradients of one use of the parameter.
+        max_batch_len: Number of rows B of the batch, n <= B.
+    """
+    if not param.requires_grad:
+        return
+    known = getattr(param, "_current_grad_sample", None)
+    rows = pad_rows(grad_sample, max_batch_len)
+    param._current_grad_sample = rows if known is None else add_rows(known, rows)  # type: ignore[attr-defined]
+
+
+def promote_current_grad_sample(p: nn.Parameter) -> None:
+    """Move ``_current_grad_sample`` to ``grad_sample``, as a list from the second batch on."""
+    if not p.requires_grad:
+        return
+    current = p._current_grad_sample  # type: ignore[attr-defined]
+    known: Any = getattr(p, "grad_sample", None)
+    if known is None:
+        p.grad_sample = current  # type: ignore[attr-defined]
+    else:
+        earlier = known if isinstance(known, list) else [known]
+        p.grad_sample = [*earlier, current]  # type: ignore[attr-defined]
+    del p._current_grad_sample
+
+
+class GradSampleHooks(AbstractGradSampleHooks):
+    """Hooks that give each parameter ``grad_sample`` ``[B, *shape]`` in the backward pass.
+
+    The module is not wrapped. Each layer that owns a trainable parameter is tapped;
+    its rule is the sampler registered for its class, else the core's, else the
+    generic one (vmap), so that any module works.
+
+    Args:
+        m: The module.
+        batch_first: Whether activations have the batch in dimension 0 (else in 1).
+        loss_reduction: ``"mean"`` or ``"sum"``, how the loss is reduced over samples.
+        strict: Refuse modules that cannot be private (see :meth:`validate`).
+        force_functorch: Use the generic rule for every layer.
+
+    Raises:
+        NotImplementedError: ``strict`` and the module updates statistics over samples.
+        ValueError: The module has hooks already.
+    """
+
+    GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
+    _detach: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        if hasattr(m, "autograd_grad_sample_hooks"):
+            raise ValueError(
+                "Trying to add hooks twice to the same model. Call cleanup() on the earlier "
+                "GradSampleHooks (or to_standard_module() on the wrapper) first"
+            )
+        self.validate(module=m, strict=strict)
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.force_functorch = force_functorch
+        self.grad_accumulation_allowed = True
+        self.hooks_enabled = False
+        self.add_hooks(
+            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch
+        )
+
+    # --- hooks ---
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        """Tap every layer that owns a trainable parameter.
+
+        Raises:
+            ValueError: The module has hooks already.
+        """
+        if hasattr(self._module, "autograd_grad_sample_hooks"):
+            raise ValueError("Trying to add hooks twice to the same model")
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self._recorder = Recorder(
+            self._module,
+            self._layers(force_functorch),
+            self._on_record,
+            batch_first=batch_first,
+            detach=self._detach,
+        )
+        self._strategy = self._make_strategy()
+        self._module.autograd_grad_sample_hooks = self._recorder.handles
+        self.autograd_grad_sample_hooks = self._recorder.handles
+        self.enable_hooks()
+
+    def _layers(self, force_functorch: bool) -> list[Layer]:
+        def choose(module: nn.Module) -> Any:
+            norm_samplers = getattr(self, "NORM_SAMPLERS", {})
+            return choose_rule(module, self.GRAD_SAMPLERS, norm_samplers, force_functorch)
+
+        return layers_of(self._module, choose)
+
+    def _make_strategy(self) -> Any:
+        return Materialise(self.loss_reduction)
+
+    def remove_hooks(self) -> None:
+        """Take all hooks off the module; nothing of them is left on it."""
+        self.disable_hooks()
+        self._recorder.remove()
+        for owner in (self, self._module):
+            owner.__dict__.pop("autograd_grad_sample_hooks", None)
+
+    def disable_hooks(self) -> None:
+        """Let forward and backward passes go unrecorded until :meth:`enable_hooks`."""
+        self.hooks_enabled = False
+        self._recorder.enabled = False
+
+    def enable_hooks(self) -> None:
+        """Record forward and backward passes (again)."""
+        self.hooks_enabled = True
+        self._recorder.enabled = True
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Modules below ``module`` (itself included) that own trainable parameters."""
+        for submodule in module.modules():
+            if any(p.requires_grad for p in submodule.parameters(recurse=False)):
+                yield submodule
+
+    def capture_activations_hook(
+        self, module: nn.Module, forward_input: Any, _forward_output: Any
+    ) -> Any:
+        """Tap the output of one layer; returns the output to go on with."""
+        for layer in self._recorder.layers:
+            if layer.module is module and self._recorder.active(module):
+                return self._recorder.tap(layer, tuple(forward_input), {}, _forward_output)
+        return _forward_output
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Record,
+        forward_output: Any,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """Turn the record of one layer's backward into per-sample gradients.
+
+        Args:
+            module: The layer.
+            _forward_input: The record: activations, backprops, rule.
+            forward_output: Tuple with the gradient of the layer's output.
+            loss_reduction: ``"mean"`` or ``"sum"``.
+            batch_first: Where activations have the batch; records are batch first.
+        """
+        if self.hooks_enabled:
+            with self._recorder.paused():  # a rule may run the layer again
+                self._strategy.receive(_forward_input)
+
+    def _on_record(self, record: Record) -> None:
+        self.capture_backprops_hook(
+            record.layer.module,
+            record,
+            (record.backprops,),
+            loss_reduction=self.loss_reduction,
+            batch_first=self.batch_first,
+        )
+
+    def rearrange_grad_samples(
+        self, *, module: nn.Module, backprops: Tensor, loss_reduction: str, batch_first: bool
+    ) -> Tensor:
+        """Backprops with the batch first and without the factor 1/B of a mean loss."""
+        if not batch_first and backprops.dim() > 1:
+            backprops = backprops.transpose(0, 1)
+        if loss_reduction == "mean":
+            backprops = backprops * backprops.shape[0]
+        elif loss_reduction != "sum":
+            raise ValueError(
+                f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
+            )
+        return backprops
+
+    @property
+    def latest_batch(self) -> int | None:
+        """Number of samples of the latest forward pass, where its inputs tell."""
+        return self._recorder.latest_batch
+
+    # --- policy ---
+
+    def forbid_grad_accumulation(self) -> None:
+        """Make a second backward pass without ``zero_grad`` in between a ValueError."""
+        self.grad_accumulation_allowed = False
+        self._strategy.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        """Let several backward passes accumulate (not sound with Poisson sampling)."""
+        self.grad_accumulation_allowed = True
+        self._strategy.accumulation_allowed = True
+
+    @classmethod
+    def is_supported(cls, module: nn.Module) -> bool:
+        """Deprecated: every layer is supported, by the generic rule if by no other."""
+        warnings.warn(
+            "GradSampleModule.is_supported is deprecated: every layer is supported.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return True
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """Modules that share statistics between samples, which no clipping can undo.
+
+        Args:
+            module: The module to check.
+            strict: Raise instead of returning the errors.
+
+        Raises:
+            NotImplementedError: ``strict`` and there are errors; it names the modules.
+        """
+        errors = [
+            NotImplementedError(
+                f"Model contains a trainable layer with running statistics that mix samples "
+                f"({name}: {submodule}); use ModuleValidator.fix(model) to replace it"
+            )
+            for name, submodule in module.named_modules()
+            if _mixes_samples(submodule)
+        ]
+        if strict and errors:
+            raise NotImplementedError(errors)
+        return errors
+
+
+class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
+    """Wrapper module with :class:`GradSampleHooks`; arguments are the same.
+
+    Attributes of the wrapped module are reachable through the wrapper; names in
+    ``state_dict`` have the prefix ``_module.``.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        GradSampleHooks.__init__(
+            self,
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+        )
+        self.grad_accumulation_hook = None
+
+
+def _mixes_samples(module: nn.Module) -> bool:
+    batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    tracking = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
+    trainable = any(p.requires_grad for p in module.parameters(recurse=False))
+    return trainable and (batch_norm or (tracking and bool(module.track_running_stats)))

@@ -1,0 +1,263 @@
+"""Ghost clipping: per-sample gradient norms without per-sample gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.clipping import Clipped, clip_each, clip_flat
+from opacus.core.norms import total_norms
+from opacus.core.recorder import Layer, Record
+from opacus.core.state import PrivacyParams
+from opacus.core.strategy import TwoPass
+from opacus.grad_sample._samplers import FormedRule, Sampler, total_norm
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+
+
+DEFERRED_VARIABLE = "OPACUS_USE_DEFERRED_NORM"
+
+
+def deferred_from_environment() -> bool:
+    """Whether ``OPACUS_USE_DEFERRED_NORM`` asks for deferred norms (default: no).
+
+    Raises:
+        ValueError: The variable is neither ``0`` nor ``1``.
+    """
+    value = os.environ.get(DEFERRED_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{DEFERRED_VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Set ``param._norm_sample`` ``[B]`` to the norms of ``grad_sample`` ``[n, *shape]``."""
+    if not param.requires_grad:
+        return
+    norms = torch.zeros(max_batch_len, device=grad_sample.device, dtype=grad_sample.dtype)
+    norms[: grad_sample.shape[0]] = grad_sample.reshape(len(grad_sample), -1).norm(2, dim=-1)
+    param._norm_sample = norms  # type: ignore[attr-defined]
+
+
+class GradSampleHooksFastGradientClipping(GradSampleHooks):
+    """Hooks for ghost clipping (arXiv:2009.03106, arXiv:2110.05679).
+
+    A first backward pass gives the norms, the clip rule gives the factors, a second
+    pass forms the clipped sum; the criterion of
+    :class:`~opacus.utils.fast_gradient_clipping_utils.DPLossFastGradientClipping` runs
+    all three. Ordinary ``backward()`` leaves no parameter gradient behind.
+
+    Deferred norms: the backward hook only keeps the record of a layer, without
+    touching a parameter or a collective; :meth:`compute_all_norms_parallel` computes
+    them after the backward pass, small layers of equal shape in one batched call.
+    Immediate: each norm is computed in its hook. Both give the same numbers.
+
+    Args:
+        m: The module.
+        batch_first: Whether activations have the batch in dimension 0 (else in 1).
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        strict: Refuse modules that cannot be private.
+        force_functorch: Use the generic rule for every layer.
+        max_grad_norm: Clipping norm C.
+        use_ghost_clipping: ``False`` forms per-sample gradients to take their norms
+            (fast gradient clipping) instead of using the rules' shortcuts.
+        deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
+
+    Guarantee: after the criterion's ``backward()``, each parameter's ``grad`` has
+    grown by the sum over samples of ``c_i g_i`` with ``c_i ||g_i|| <= C``.
+    """
+
+    NORM_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
+    _detach: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+        deferred_norm: bool | None = None,
+    ) -> None:
+        self.use_ghost_clipping = use_ghost_clipping
+        deferred = deferred_from_environment() if deferred_norm is None else bool(deferred_norm)
+        self._use_deferred_norm = deferred
+        super().__init__(
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+        )
+        self.trainable_parameters = [p for p in m.parameters() if p.requires_grad]
+        self._privacy = PrivacyParams(noise_multiplier=0.0, max_grad_norm=max_grad_norm)
+        self._per_sample_gradient_norms: Tensor | None = None
+        self._norm_sq: dict[str, Tensor] = {}
+        self.order_parameters(self.trainable_parameters)
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """Clipping norm C: the one that the optimizer's noise is scaled with."""
+        return self._privacy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        self._privacy.max_grad_norm = value
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """``[B]`` norms of the per-sample gradients of the latest norm pass, before clipping."""
+        if self._per_sample_gradient_norms is None:
+            raise AttributeError(
+                "per_sample_gradient_norms is not set: run the criterion's loss.backward() first"
+            )
+        return self._per_sample_gradient_norms
+
+    @per_sample_gradient_norms.setter
+    def per_sample_gradient_norms(self, value: Tensor) -> None:
+        self._per_sample_gradient_norms = value
+
+    # --- one step ---
+
+    def norm_pass(self, losses: Tensor) -> None:
+        """First backward pass of the per-sample losses ``[B]``, then all norms."""
+        if not self.hooks_enabled:
+            raise RuntimeError(
+                "hooks are disabled, so nothing can be clipped: call enable_hooks() first"
+            )
+        self._strategy.norm_pass(losses)
+        self.compute_all_norms_parallel()
+
+    def compute_all_norms_parallel(self) -> Tensor:
+        """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
+
+        Runs after the first backward pass has returned; the cache is empty afterwards.
+        Does no collective: the norm of a sample is complete on the rank that holds it.
+
+        Raises:
+            RuntimeError: There was no norm pass.
+        """
+        ledger = self._strategy.ledger
+        if ledger is None:
+            raise RuntimeError(
+                "compute_all_norms_parallel() needs the records of a norm pass; it is called by "
+                "the backward() of the loss that the criterion from make_private returns"
+            )
+        with self._recorder.paused(), torch.no_grad():
+            norm_sq = ledger.finish()
+            device = next(self._module.parameters()).device
+            self._per_sample_gradient_norms = total_norms(norm_sq, ledger.batch, device)
+            self._norm_sq = norm_sq
+            self._publish(norm_sq)
+        return self.per_sample_gradient_norms
+
+    @property
+    def _deferred_norm_cache(self) -> list[Record]:
+        """Records of the running norm pass whose norm has not been computed yet."""
+        ledger = self._strategy.ledger
+        return ledger.waiting if ledger is not None else []
+
+    def clip(self) -> Clipped | tuple[dict[str, Tensor], Tensor]:
+        """Clipping factors of the latest norm pass: flat, or by parameter name."""
+        limits = self._privacy.max_grad_norms
+        if limits is None:
+            return clip_flat(self.per_sample_gradient_norms, self._privacy.sensitivity)
+        by_name = dict(zip(self.parameter_order, limits, strict=True))
+        norms = {name: norm_sq.sqrt() for name, norm_sq in self._norm_sq.items()}
+        return clip_each(norms, by_name)
+
+    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+        """Second backward pass: adds the clipped sum to the parameters' ``grad``.
+
+        Args:
+            losses: ``[B]`` per-sample losses, those of :meth:`norm_pass`.
+            clipped: What :meth:`clip` returned.
+            retain_graph: Keep the graph for another backward pass.
+        """
+        if isinstance(clipped, Clipped):
+            clipped = (clipped.factors, clipped.excluded)
+        self._strategy.sum_pass(losses, *clipped, retain_graph=retain_graph)
+
+    def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Say which parameter each of the per-layer clipping norms belongs to."""
+        names = {id(p): name for name, p in self._strategy.parameters}
+        self.parameter_order = [names[id(p)] for p in parameters]
+
+    def get_norm_sample(self) -> Tensor:
+        """``[B]`` norms of the per-sample gradients, from the parameters' ``_norm_sample``."""
+        named = [p for p in self.trainable_parameters if hasattr(p, "_norm_sample")]
+        if not named:
+            return self.per_sample_gradient_norms
+        return total_norm([p._norm_sample for p in named])  # type: ignore[attr-defined]
+
+    def get_clipping_coef(self) -> Tensor:
+        """``[B]`` factors ``min(1, C / (norm + 1e-6))``; 0 where the norm is not finite."""
+        return clip_flat(self.get_norm_sample(), self._privacy.sensitivity).factors
+
+    def _publish(self, norm_sq: dict[str, Tensor]) -> None:
+        for name, parameter in self._strategy.parameters:
+            if name in norm_sq:
+                parameter._norm_sample = norm_sq[name].sqrt()
+            elif hasattr(parameter, "_norm_sample"):
+                del parameter._norm_sample  # no stale norm of a layer that was not used
+
+    # --- hooks ---
+
+    def _layers(self, force_functorch: bool) -> list[Layer]:
+        layers = super()._layers(force_functorch)
+        if not self.use_ghost_clipping:
+            for layer in layers:
+                layer.rule = FormedRule(layer.rule)
+        return layers
+
+    def _make_strategy(self) -> TwoPass:
+        parameters = list(self._module.named_parameters())
+        return TwoPass(self._recorder, parameters, deferred=self._use_deferred_norm)
+
+    def log_module_gradient_sample_mode(
+        self, module: nn.Module, *, force_functorch: bool = False, use_ghost_clipping: bool = True
+    ) -> str:
+        """How the norms of ``module``'s own parameters are computed."""
+        for layer in self._recorder.layers:
+            if layer.module is module:
+                return type(layer.rule).__name__
+        return "no trainable parameters of its own"
+
+
+class GradSampleModuleFastGradientClipping(
+    GradSampleHooksFastGradientClipping, AbstractGradSampleModule
+):
+    """Wrapper module with :class:`GradSampleHooksFastGradientClipping`; same arguments."""
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+        deferred_norm: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        GradSampleHooksFastGradientClipping.__init__(
+            self,
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+            max_grad_norm=max_grad_norm,
+            use_ghost_clipping=use_ghost_clipping,
+            deferred_norm=deferred_norm,
+        )
+        self.grad_accumulation_hook = None

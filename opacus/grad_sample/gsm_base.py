@@ -1,0 +1,138 @@
+"""Base classes of everything that gives a model per-sample gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+# Attributes that appear on parameters while a model is private; all of them are gone
+# after cleanup().
+OPACUS_PARAM_MONKEYPATCH_ATTRS = [
+    "grad_sample",
+    "_forward_counter",
+    "_current_grad_sample",
+    "_norm_sample",
+]
+
+
+class AbstractGradSampleHooks(ABC):
+    """Gives the parameters of a module per-sample gradients, without wrapping it.
+
+    Args:
+        m: The module.
+        batch_first: Whether activations have the batch in dimension 0 (else in 1).
+        loss_reduction: ``"mean"`` or ``"sum"``, how the loss is reduced over samples.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
+    ) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
+            )
+        super().__init__()
+        self._module = m
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+        for parameter in m.parameters():
+            if parameter.requires_grad:
+                parameter.grad_sample = None  # type: ignore[attr-defined]
+                parameter._forward_counter = 0  # type: ignore[attr-defined]
+
+    def set_grad_sample_to_none(self) -> None:
+        """Set ``grad_sample`` of every parameter to ``None``."""
+        for parameter in self._module.parameters():
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def del_grad_sample(self) -> None:
+        """Delete the attribute ``grad_sample`` of every parameter."""
+        for parameter in self._module.parameters():
+            if hasattr(parameter, "grad_sample"):
+                del parameter.grad_sample
+
+    def forbid_grad_accumulation(self) -> None:
+        """Make a second backward pass without ``zero_grad`` between an error."""
+
+    def allow_grad_accumulation(self) -> None:
+        """Let several backward passes accumulate (not sound with Poisson sampling)."""
+
+    @abstractmethod
+    def remove_hooks(self) -> None:
+        """Take every hook off the module."""
+
+    def cleanup(self) -> None:
+        """Remove the hooks and every attribute that was put on parameters."""
+        try:
+            self.remove_hooks()
+        finally:
+            for parameter in self._module.parameters():
+                for attribute in OPACUS_PARAM_MONKEYPATCH_ATTRS:
+                    if hasattr(parameter, attribute):
+                        delattr(parameter, attribute)
+
+
+class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
+    """The same as a wrapper module: ``forward`` and attributes are the wrapped module's.
+
+    Args:
+        m: The module to wrap; it stays reachable as ``_module``.
+        batch_first: See :class:`AbstractGradSampleHooks`.
+        loss_reduction: See :class:`AbstractGradSampleHooks`.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
+    ) -> None:
+        nn.Module.__init__(self)
+        AbstractGradSampleHooks.__init__(
+            self, m, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+        self.grad_accumulation_hook: RemovableHandle | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module."""
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, item: str) -> Any:
+        try:
+            return super().__getattr__(item)
+        except AttributeError:
+            if item == "_module" or "_modules" not in self.__dict__:
+                raise
+            module = super().__getattr__("_module")
+        if "." in item:
+            return module.get_submodule(item)
+        try:
+            return getattr(module, item)
+        except AttributeError:
+            raise AttributeError(
+                f"neither {type(self).__name__!r} nor the wrapped {type(module).__name__!r} "
+                f"has an attribute {item!r}"
+            ) from None
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear ``grad`` and ``grad_sample`` of all parameters.
+
+        Args:
+            set_to_none: Set ``grad`` to ``None`` rather than to zero. Per-sample
+                gradients always become ``None``: their number changes from batch to batch.
+        """
+        self.set_grad_sample_to_none()
+        super().zero_grad(set_to_none)
+
+    def to_standard_module(self) -> nn.Module:
+        """The wrapped module, freed of hooks and of attributes on its parameters."""
+        self._close()
+        return self._module
+
+    def _close(self) -> None:
+        self.cleanup()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"
+
+

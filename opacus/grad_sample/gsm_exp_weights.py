@@ -1,0 +1,43 @@
+"""Per-sample gradients by torch's expanded weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+
+
+class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
+    """Wrapper whose forward runs torch's ``call_for_per_sample_grads``.
+
+    Args:
+        m: The module; every layer must be one that expanded weights know.
+        batch_first: Must be ``True``.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        NotImplementedError: ``batch_first`` is ``False``.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
+    ) -> None:
+        if not batch_first:
+            raise NotImplementedError("grad_sample_mode 'ew' needs batch_first=True")
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients."""
+        if not torch.is_grad_enabled():
+            return self._module(x, *args, **kwargs)
+        run = call_for_per_sample_grads(
+            self._module, batch_size=x.shape[0], loss_reduction=self.loss_reduction
+        )
+        return run(x, *args, **kwargs)
+
+    def remove_hooks(self) -> None:
+        """There are none."""

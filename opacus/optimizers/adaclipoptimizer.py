@@ -1,0 +1,113 @@
+"""Adaptive clipping with per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus.core.adaptive import Quantile, centred_count, private_fraction, spend_on_count
+from opacus.core.clipping import Clipped
+from opacus.optimizers.optimizer import DPOptimizer
+
+
+class AdaClipDPOptimizer(DPOptimizer):
+    """:class:`DPOptimizer` whose C follows a quantile of the norms (arXiv:1905.03871).
+
+    After each step C moves towards the norm below which the fraction
+    ``target_unclipped_quantile`` of the samples lies. The count that tells is released
+    with noise and shares the budget: the gradient gets somewhat more noise than
+    ``noise_multiplier`` says, and both together cost what it says.
+
+    Args:
+        target_unclipped_quantile: Fraction of samples that should stay unclipped.
+        clipbound_learning_rate: Step of the geometric update of C.
+        max_clipbound: Largest C.
+        min_clipbound: Smallest C.
+        unclipped_num_std: Standard deviation of the noise on the count.
+
+    The other arguments are those of :class:`DPOptimizer`.
+
+    Raises:
+        ValueError: ``max_clipbound <= min_clipbound``, or ``noise_multiplier >= 2 *
+            unclipped_num_std``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        target_unclipped_quantile: float,
+        clipbound_learning_rate: float,
+        max_clipbound: float,
+        min_clipbound: float,
+        unclipped_num_std: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._quantile = Quantile(
+            target_unclipped_quantile, clipbound_learning_rate, min_clipbound, max_clipbound
+        )
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+            **kwargs,
+        )
+        spend_on_count(self._privacy, unclipped_num_std)
+        self.target_unclipped_quantile = target_unclipped_quantile
+        self.clipbound_learning_rate = clipbound_learning_rate
+        self.max_clipbound = max_clipbound
+        self.min_clipbound = min_clipbound
+        self.unclipped_num_std = unclipped_num_std
+        self.sample_size = 0
+        self.unclipped_num: float = 0
+        self._count = 0.0
+
+    def _clip(self, used: list[nn.Parameter], samples: list[Tensor]) -> list[Clipped]:
+        clipped = super()._clip(used, samples)
+        if clipped:
+            unclipped = clipped[0].factors >= 1
+            self.sample_size += unclipped.numel()
+            self.unclipped_num += int(unclipped.sum())
+            self._count += centred_count(unclipped)
+        return clipped
+
+    def update_max_grad_norm(self) -> None:
+        """Move C by one step, from the private count of the step's unclipped samples."""
+        batch = (self.expected_batch_size or max(self.sample_size, 1)) * self._layout.world_size
+        device = self.params[0].device
+        fraction = private_fraction(
+            self._count, self.unclipped_num_std, batch, self._layout, device
+        )
+        self.max_grad_norm = self._quantile.update(self.max_grad_norm, fraction)
+        self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything before the wrapped optimizer's step; then C for the next one."""
+        full = super().pre_step(closure)
+        if full and self.params:
+            self.update_max_grad_norm()
+        return full
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, and after a real step the counts.
+
+        Args:
+            set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
+        """
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0

@@ -1,0 +1,30 @@
+"""The private optimizer for replicas with different samples (DDP)."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from opacus.core.layout import DataParallel
+from opacus.optimizers.optimizer import DPOptimizer
+
+
+class DistributedDPOptimizer(DPOptimizer):
+    """:class:`DPOptimizer` over all ranks: one draw of noise, on rank 0, then a sum.
+
+    ``expected_batch_size`` is the expected number of samples on one rank; arguments are
+    those of :class:`DPOptimizer`.
+
+    Raises:
+        RuntimeError: There is no process group.
+    """
+
+    _layout_class = DataParallel
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def reduce_gradients(self) -> None:
+        """Sum ``p.grad`` over ranks."""
+        self._layout.reduce(self.params)

@@ -1,0 +1,28 @@
+"""The private optimizer for ghost clipping under FSDP2."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from opacus.core.layout import Sharded
+from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+
+
+class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
+    """:class:`DPOptimizerFastGradientClipping` for sharded parameters.
+
+    FSDP2 has summed the clipped gradients over ranks. Each rank draws the noise of its
+    own shard only, from a stream of its own, so that noise has the right scale for
+    ``"mean"`` and ``"sum"`` whatever the world size, and is never equal on two ranks.
+    ``expected_batch_size`` is the expected number of samples on one rank.
+
+    Raises:
+        RuntimeError: There is no process group.
+    """
+
+    _layout_class = Sharded
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()

@@ -1,0 +1,448 @@
+"""The private optimizer: clip, sum, add noise, divide, step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus.core.clipping import Clipped, clip_flat
+from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.layout import Single
+from opacus.core.noise import gaussian
+from opacus.core.processed import is_processed, mark_processed
+from opacus.core.state import PrivacyParams
+from opacus.optimizers.utils import params
+
+UNCLEARED = (
+    "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy "
+    "guarantees you must call optimizer.zero_grad() on each step"
+)
+
+
+def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
+    """Mark gradients that were used in a step and must not be used in another."""
+    for tensor in obj if isinstance(obj, list) else [obj]:
+        mark_processed(tensor)
+
+
+def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
+    """Refuse gradients that were used in an earlier step.
+
+    Raises:
+        ValueError: ``zero_grad`` was not called since.
+    """
+    if any(is_processed(tensor) for tensor in (obj if isinstance(obj, list) else [obj])):
+        raise ValueError(UNCLEARED)
+
+
+def _generate_noise(
+    std: float,
+    reference: Tensor,
+    generator: torch.Generator | None = None,
+    secure_mode: bool = False,
+) -> Tensor:
+    """Gaussian noise of standard deviation ``std`` in the shape of ``reference``.
+
+    See :func:`opacus.core.noise.gaussian`.
+    """
+    return gaussian(std, reference, generator, secure_mode)
+
+
+class DPOptimizer(Optimizer):
+    """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
+
+    A step clips the per-sample gradients that the model's hooks left in
+    ``p.grad_sample`` and sums them into ``p.summed_grad``, adds noise, divides by the
+    expected batch size (``loss_reduction="mean"``), writes the result to ``p.grad``
+    and calls the wrapped optimizer.
+
+    Guarantee: without noise, removing one sample changes the summed gradient by at
+    most ``max_grad_norm`` in L2 norm; the noise on that sum has standard deviation
+    ``noise_multiplier * max_grad_norm``. A sample whose gradient is not finite
+    contributes nothing; a parameter that was not used gets noise alone.
+
+    Args:
+        optimizer: The optimizer to wrap; it stays reachable as ``original_optimizer``.
+        noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
+        max_grad_norm: Clipping norm C.
+        expected_batch_size: Expected number of samples of a logical batch on this
+            rank; with Poisson sampling the actual number must not be used.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        generator: Source of the noise.
+        secure_mode: Noise from the operating system's entropy, safe against
+            floating-point attacks.
+
+    Raises:
+        ValueError: A value is out of range, or ``expected_batch_size`` is missing with
+            ``loss_reduction="mean"``.
+        TypeError: An unknown keyword argument.
+    """
+
+    _layout_class: ClassVar[type[Single]] = Single
+    # Keywords that other optimizers understand; make_private passes them to all.
+    _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        unknown = sorted(kwargs.keys() - self._ignored_keywords)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got unexpected arguments {unknown}")
+        if loss_reduction == "mean" and expected_batch_size is None:
+            raise ValueError(
+                "You must provide expected_batch_size of the DP optimizer when using mean reduction"
+            )
+        self.original_optimizer = optimizer
+        self._privacy = PrivacyParams(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+        )
+        self._layout = self._layout_class(generator, secure_mode)
+        self.step_hook: Callable[[DPOptimizer], None] | None = None
+        self._step_skip_queue: list[bool] = []
+        self._is_last_step_skipped = False
+        self.skipped_samples = 0
+        for parameter in self.params:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        # Step and state hooks of torch, without add_param_group on the shared groups.
+        self.__setstate__({})
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a subclass adds to a new instance."""
+
+    # --- privacy parameters: one home, shared with the model's hooks ---
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._privacy.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._privacy.noise_multiplier = value
+
+    @property
+    def max_grad_norm(self) -> Any:
+        return self._privacy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        self._privacy.max_grad_norm = value
+
+    @property
+    def expected_batch_size(self) -> Any:
+        return self._privacy.expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: Any) -> None:
+        self._privacy.expected_batch_size = value
+
+    @property
+    def loss_reduction(self) -> str:
+        return self._privacy.loss_reduction
+
+    @loss_reduction.setter
+    def loss_reduction(self, value: str) -> None:
+        self._privacy.loss_reduction = value
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        return self._layout.generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self._layout.generator = value
+
+    @property
+    def secure_mode(self) -> bool:
+        return self._layout.secure_mode
+
+    @secure_mode.setter
+    def secure_mode(self, value: bool) -> None:
+        self._layout.secure_mode = value
+
+    # --- the wrapped optimizer ---
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters that are updated and require gradients."""
+        return params(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.original_optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the hooks of the model do not know the new parameters.
+
+        Raises:
+            NotImplementedError: Always; it says what to do instead.
+        """
+        raise NotImplementedError(
+            "add_param_group() on a private optimizer would train parameters that nothing clips. "
+            "Add the group to the plain optimizer and call make_private again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the wrapped optimizer."""
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the wrapped optimizer."""
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return repr(self.original_optimizer)
+
+    # --- per-sample gradients ---
+
+    def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
+        """``[B, *shape]`` per-sample gradients of ``p``, all accumulated batches joined.
+
+        Raises:
+            ValueError: ``p`` has no per-sample gradient.
+        """
+        if not hasattr(p, "grad_sample"):
+            raise ValueError(
+                "Per sample gradient not found. Are you using GradSampleModule (or "
+                "PrivacyEngine.make_private) on the model that this optimizer updates?"
+            )
+        grad_sample = p.grad_sample
+        if grad_sample is None:
+            raise ValueError(
+                f"Per sample gradient is not initialized for a parameter of shape "
+                f"{tuple(p.shape)}. Not updated in backward pass?"
+            )
+        if isinstance(grad_sample, Tensor):
+            return grad_sample
+        if isinstance(grad_sample, list):
+            return torch.cat(grad_sample, dim=0)
+        raise ValueError(f"Unexpected grad_sample type: {type(grad_sample)}")
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """Per-sample gradients ``[B, *shape]``, one tensor a parameter."""
+        return [self._get_flat_grad_sample(p) for p in self.params]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Number of batches accumulated since the last step, for averaging and accounting.
+
+        Raises:
+            ValueError: Parameters disagree, so some were left out of a backward pass.
+        """
+        counts = {
+            len(p.grad_sample) if isinstance(p.grad_sample, list) else 1
+            for p in self.params
+            if getattr(p, "grad_sample", None) is not None
+        }
+        if len(counts) > 1:
+            raise ValueError(
+                "Number of accumulated steps is inconsistent across parameters: "
+                f"{sorted(counts)}"
+            )
+        return counts.pop() if counts else 1
+
+    def _used_parameters(self) -> list[nn.Parameter]:
+        """Parameters with per-sample gradients; the others took no part in the batch.
+
+        Raises:
+            ValueError: No parameter has any, or one was used but not recorded.
+        """
+        used = [p for p in self.params if getattr(p, "grad_sample", None) is not None]
+        if not used and self.params:
+            self._get_flat_grad_sample(self.params[0])
+        for parameter in self.params:
+            missing = getattr(parameter, "grad_sample", None) is None
+            grad = parameter.grad
+            if missing and grad is not None and not is_processed(grad) and bool(grad.any()):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but no "
+                    "per-sample gradients, so it cannot be clipped: it was used outside its "
+                    "layer's forward or in eval mode. Use it through its own layer, or freeze it"
+                )
+        return used
+
+    def clip_and_accumulate(self) -> None:
+        """Clip the per-sample gradients and add their sum to ``p.summed_grad``."""
+        used = self._used_parameters()
+        for parameter in used:
+            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
+        samples = [self._get_flat_grad_sample(p) for p in used]
+        clipped = self._clip(used, samples)
+        for parameter, grad_sample, one in zip(used, samples, clipped, strict=True):
+            self._accumulate(parameter, weighted_sum(one, grad_sample))
+            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
+        self.skipped_samples += int(clipped[0].excluded.sum()) if clipped else 0
+
+    def _clip(self, used: list[nn.Parameter], samples: list[Tensor]) -> list[Clipped]:
+        """Clipping factors of each parameter in ``used``; flat clipping: all the same."""
+        if not samples:
+            return []
+        norms = torch.stack(_norms(samples), dim=1).norm(2, dim=1)
+        return [clip_flat(norms, self._privacy.sensitivity)] * len(samples)
+
+    def _accumulate(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        known: Tensor | None = getattr(parameter, "summed_grad", None)
+        if known is None or is_processed(known):
+            parameter.summed_grad = grad  # type: ignore[attr-defined]
+        else:
+            parameter.summed_grad = known + grad  # type: ignore[attr-defined]
+
+    # --- noise and step ---
+
+    def add_noise(self) -> None:
+        """Write ``p.summed_grad`` plus noise to ``p.grad``.
+
+        Raises:
+            ValueError: The sum was used in an earlier step already.
+        """
+        for parameter in self.params:
+            summed: Tensor | None = getattr(parameter, "summed_grad", None)
+            if summed is None:
+                summed = torch.zeros_like(parameter)
+            _check_processed_flag(summed)
+            noise = self._layout.noise(self._privacy.noise_std, summed)
+            noised = summed.clone() if noise is None else (summed + noise).to(parameter.dtype)
+            parameter.grad = noised.view_as(parameter)
+            _mark_as_processed(summed)
+
+    def scale_grad(self) -> None:
+        """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
+        if self.loss_reduction == "mean":
+            divisor = self.expected_batch_size * self.accumulated_iterations
+            divisor *= self._layout.world_size
+            for parameter in self.params:
+                assert parameter.grad is not None
+                parameter.grad.div_(divisor)
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything before the wrapped optimizer's step.
+
+        Returns:
+            Whether to step: ``False`` for a physical batch that is not the last one of
+            its logical batch.
+        """
+        if not self.params:
+            return True
+        self.clip_and_accumulate()
+        if self._check_skip_next_step():
+            self._is_last_step_skipped = True
+            return False
+        self.add_noise()
+        self._layout.reduce(self.params)
+        self.scale_grad()
+        if self.step_hook:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Clip, add noise and update the parameters.
+
+        Args:
+            closure: Re-evaluates the model and its loss, with backward; it is called once.
+
+        Returns:
+            What the closure returned, or ``None``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+            for parameter in self.params:
+                if parameter.grad is not None:
+                    mark_processed(parameter.grad)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear ``p.grad``, ``p.grad_sample`` and, after a real step, ``p.summed_grad``.
+
+        Args:
+            set_to_none: Set ``p.grad`` to ``None`` rather than to zero; the others
+                always become ``None``.
+        """
+        for parameter in self.params:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+            if not self._is_last_step_skipped:
+                parameter.summed_grad = None  # type: ignore[attr-defined]
+        self.original_optimizer.zero_grad(set_to_none)
+
+    # --- physical and logical batches ---
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Say whether the next :meth:`step` only accumulates (``True``) or is a real one."""
+        self._step_skip_queue.append(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        if not self._step_skip_queue:
+            return False
+        return self._step_skip_queue.pop(0) if pop_next else self._step_skip_queue[0]
+
+    def reset_accumulation(self) -> None:
+        """Forget queued skip signals and partial sums of an unfinished logical batch."""
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        for parameter in self.params:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Call ``fn(optimizer)`` in every real step; the accountant counts there."""
+        self.step_hook = fn
+
+
+def _norms(samples: list[Tensor]) -> list[Tensor]:
+    """``[B]`` norms of each parameter's per-sample gradients, on one device."""
+    device = samples[0].device
+    return [sum_of_squares(g).sqrt().to(device) for g in samples]
+
+
+def weighted_sum(clipped: Clipped, grad_sample: Tensor) -> Tensor:
+    """``sum_i factors[i] * grad_sample[i]``; excluded rows contribute nothing, NaN or not."""
+    factors = clipped.factors.to(device=grad_sample.device, dtype=grad_sample.dtype)
+    if bool(clipped.excluded.any()):
+        rows = clipped.excluded.to(grad_sample.device).view(-1, *[1] * (grad_sample.dim() - 1))
+        grad_sample = grad_sample.masked_fill(rows, 0.0)
+    return torch.tensordot(factors, grad_sample, dims=1)

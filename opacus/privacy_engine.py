@@ -1,0 +1,546 @@
+"""The main entry point: makes a model, an optimizer and a data loader private."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, BinaryIO, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.checkpoint import load_training_state, save_training_state
+from opacus.core.modes import Mode, mode_of
+from opacus.core.state import PrivacyParams
+from opacus.data_loader import DPDataLoader, switch_generator
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample import wrap_model as wrap
+from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.validators.module_validator import ModuleValidator
+
+
+class PrivacyEngine:
+    """Adds differential privacy to PyTorch training and counts what it costs.
+
+    Args:
+        accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+        secure_mode: Draw sampling and noise from the operating system's entropy. Slow;
+            for the final model.
+
+    Example::
+
+        engine = PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )
+        ...  # train as usual
+        engine.get_epsilon(delta=1e-5)
+    """
+
+    # Keywords of make_private that _prepare_criterion takes.
+    _criterion_keywords: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        self.accountant = create_accountant(mechanism=accountant)
+        self.secure_mode = secure_mode
+        self.secure_rng: torch.Generator | None = None
+        self.dataset: Dataset[Any] | None = None
+        if secure_mode:
+            self.secure_rng = torch.Generator()
+            self.secure_rng.manual_seed(int.from_bytes(os.urandom(8), "big") >> 1)
+
+    # --- make private ---
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 (Opacus' signature; never modified)
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a training run private. Nothing is changed if an argument is refused.
+
+        Args:
+            module: Model in training mode, of whose parameters some are trainable. Wrap it
+                with DDP or FSDP2 before, if at all.
+            optimizer: Optimizer over the model's parameters.
+            criterion: Loss function; used in ghost modes, where it is wrapped.
+            data_loader: Loader of the private data set.
+            noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
+            max_grad_norm: Clipping norm C of per-sample gradients.
+            batch_first: Whether activations have the batch in dimension 0.
+            loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
+            poisson_sampling: Draw each sample independently, as the accountants assume.
+            clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
+            noise_generator: Source of the noise; not with ``secure_mode``.
+            grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...
+            wrap_model: Return a wrapper (``True``), or the hooks object, which leaves the
+                model's class alone.
+            rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
+            kwargs: Further arguments of the optimizer class and of the model's wrapper
+                (``deferred_norm``, ``use_ghost_clipping``).
+
+        Returns:
+            ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion,
+            data_loader)`` in ghost modes, whose loss must come from that criterion.
+
+        Raises:
+            ValueError: An argument is out of range, or does not fit the others.
+            UnsupportedModuleError: The model has layers that cannot be private.
+        """
+        mode = self._check_arguments(
+            module, optimizer, noise_multiplier, max_grad_norm, loss_reduction, clipping,
+            noise_generator, grad_sample_mode,
+        )  # fmt: skip
+        self._check_dataset(data_loader)
+        self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+        distributed = isinstance(
+            module,
+            (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule),
+        )
+        _warn_if_not_distributed(data_loader, distributed, poisson_sampling)
+        generator = self.secure_rng if self.secure_mode else noise_generator
+        model_kwargs = {k: kwargs.pop(k) for k in _MODEL_KEYWORDS & kwargs.keys()}
+        loss_kwargs = {k: kwargs.pop(k) for k in self._criterion_keywords & kwargs.keys()}
+
+        private_module = self._prepare_model(
+            module,
+            batch_first=batch_first,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            **model_kwargs,
+        )
+        try:
+            if poisson_sampling:
+                private_module.forbid_grad_accumulation()
+            private_loader = self._prepare_data_loader(
+                data_loader,
+                distributed=distributed,
+                poisson_sampling=poisson_sampling,
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
+            rate = sample_rate_of(private_loader)
+            private_optimizer = self._prepare_optimizer(
+                optimizer=optimizer,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                expected_batch_size=_expected_batch_size(private_loader, rate, distributed),
+                loss_reduction=loss_reduction,
+                distributed=distributed,
+                clipping=clipping,
+                noise_generator=generator,
+                grad_sample_mode=grad_sample_mode,
+                **kwargs,
+            )
+        except BaseException:
+            private_module.cleanup()
+            raise
+        private_optimizer.attach_step_hook(
+            self.accountant.get_optimizer_hook_fn(sample_rate=rate)
+        )
+        if not mode.needs_criterion:
+            return private_module, private_optimizer, private_loader
+        # One home of C, sigma and reduction for clipping and noise.
+        private_module._privacy = private_optimizer._privacy
+        private_module.order_parameters(private_optimizer.params)
+        private_criterion = self._prepare_criterion(
+            module=private_module,
+            optimizer=private_optimizer,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            **loss_kwargs,
+        )
+        return private_module, private_optimizer, private_criterion, private_loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 (Opacus' signature; never modified)
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Like :meth:`make_private`, with the noise that a privacy budget asks for.
+
+        Args:
+            target_epsilon: Epsilon after ``epochs`` epochs; not exceeded.
+            target_delta: Delta of the guarantee.
+            epochs: Number of epochs that will be trained.
+
+        See :meth:`make_private` for the other arguments, the result and the errors.
+        """
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "You're calling make_private_with_epsilon with non-zero privacy budget already "
+                "spent. Returned noise_multiplier assumes zero starting point, so your overall "
+                "privacy budget will be higher.",
+                stacklevel=2,
+            )
+        self._check_dataset(data_loader)
+        rate = 1 / len(data_loader)
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=rate,
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            **kwargs,
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far.
+
+        Args:
+            delta: Delta of the guarantee, in (0, 1).
+        """
+        return self.accountant.get_epsilon(delta)
+
+    # --- checks ---
+
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any
+    ) -> bool:
+        """Whether :meth:`validate` finds nothing wrong."""
+        return ModuleValidator.is_valid(module)
+
+    def validate(
+        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any
+    ) -> None:
+        """Check that a model can be private.
+
+        Raises:
+            UnsupportedModuleError: It names the layers and says what to replace them with.
+        """
+        ModuleValidator.validate(module, strict=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of ``module`` whose unsupported layers are replaced.
+
+        Raises:
+            UnsupportedModuleError: A layer has no replacement.
+        """
+        module = ModuleValidator.fix(module)
+        ModuleValidator.validate(module, strict=True)
+        return module
+
+    def _check_arguments(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        loss_reduction: str,
+        clipping: str,
+        noise_generator: torch.Generator | None,
+        grad_sample_mode: str,
+    ) -> Mode:
+        mode = mode_of(grad_sample_mode)
+        get_optimizer_class(clipping, distributed=False, grad_sample_mode=grad_sample_mode)
+        PrivacyParams(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+        )
+        if noise_generator is not None and self.secure_mode:
+            raise ValueError("Passing seed is prohibited in secure mode")
+        if isinstance(optimizer, DPOptimizer):
+            raise ValueError(
+                "the optimizer is private already: pass the plain one (optimizer.original_optimizer)"
+            )
+        if isinstance(module, AbstractGradSampleModule):
+            raise ValueError(
+                "the module is wrapped already: pass module.to_standard_module(), which takes the "
+                "hooks off"
+            )
+        _check_parameters(module, optimizer)
+        return mode
+
+    def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
+        if self.dataset is not None and self.dataset is not data_loader.dataset:
+            warnings.warn(
+                "PrivacyEngine detected new dataset object. Was: "
+                f"{self.dataset}, got: {data_loader.dataset}. Privacy accounting works per "
+                "dataset, please initialize new PrivacyEngine if you're using different dataset. "
+                "You can ignore this warning if two datasets above represent the same logical "
+                "dataset",
+                stacklevel=3,
+            )
+
+    # --- steps of make_private ---
+
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool = True,
+        max_grad_norm: float | list[float] = 1.0,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        self.validate(module=module, optimizer=None, data_loader=None)
+        if mode_of(grad_sample_mode).needs_criterion:
+            kwargs["max_grad_norm"] = max_grad_norm
+        if isinstance(module, AbstractGradSampleHooks):
+            return module
+        return wrap(
+            module,
+            grad_sample_mode,
+            wrap_model,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
+
+    def _prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        *,
+        poisson_sampling: bool,
+        distributed: bool,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+    ) -> DataLoader[Any]:
+        if self.dataset is None:
+            self.dataset = data_loader.dataset
+        if poisson_sampling:
+            return DPDataLoader.from_data_loader(
+                data_loader,
+                generator=self.secure_rng,
+                distributed=distributed,
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
+        if self.secure_mode:
+            return switch_generator(data_loader=data_loader, generator=self.secure_rng)
+        return data_loader
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: Optimizer,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        expected_batch_size: int,
+        loss_reduction: str = "mean",
+        distributed: bool = False,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        **kwargs: Any,
+    ) -> DPOptimizer:
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        cls: Any = get_optimizer_class(
+            clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode
+        )
+        return cls(  # type: ignore[no-any-return]
+            optimizer=optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=noise_generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> DPLossFastGradientClipping:
+        return DPLossFastGradientClipping(
+            module, optimizer, criterion, loss_reduction=loss_reduction, **kwargs
+        )
+
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | BinaryIO,
+        module: Any,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: _NoiseScheduler | None = None,
+        grad_clip_scheduler: _GradClipScheduler | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Save model, accountant and, if given, optimizer and schedulers.
+
+        Under FSDP2 every rank must call this; the whole, unsharded state is written by
+        rank 0 (to a file) or by every rank (to a buffer), so that it loads into any
+        number of ranks. A file is replaced only when it has been written completely.
+
+        Args:
+            path: File, or writable binary buffer.
+            module: The private module, or its hooks object.
+            optimizer: The private optimizer.
+            noise_scheduler: Noise scheduler.
+            grad_clip_scheduler: Scheduler of the clipping norm.
+            checkpoint_dict: Further entries, kept as they are.
+            module_state_dict_kwargs: Arguments of ``module.state_dict``.
+            torch_save_kwargs: Arguments of ``torch.save``.
+        """
+        save_training_state(
+            path,
+            accountant=self.accountant,
+            module=module,
+            optimizer=optimizer,
+            schedulers={
+                "noise_scheduler_state_dict": noise_scheduler,
+                "grad_clip_scheduler_state_dict": grad_clip_scheduler,
+            },
+            extra=checkpoint_dict,
+            state_dict_kwargs=module_state_dict_kwargs,
+            save_kwargs=torch_save_kwargs,
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | BinaryIO,
+        module: Any,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: _NoiseScheduler | None = None,
+        grad_clip_scheduler: _GradClipScheduler | None = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Load what :meth:`save_checkpoint` saved, also into another number of ranks.
+
+        Args:
+            path: File, or readable binary buffer.
+            module: The private module, or its hooks object, or a plain model.
+            optimizer: The private optimizer.
+            noise_scheduler: Noise scheduler.
+            grad_clip_scheduler: Scheduler of the clipping norm.
+            module_load_dict_kwargs: Arguments of ``module.load_state_dict``.
+            torch_load_kwargs: Arguments of ``torch.load``.
+
+        Returns:
+            The whole checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is of another model; nothing has been loaded then.
+        """
+        return load_training_state(
+            path,
+            accountant=self.accountant,
+            module=module,
+            optimizer=optimizer,
+            schedulers={
+                "noise_scheduler_state_dict": noise_scheduler,
+                "grad_clip_scheduler_state_dict": grad_clip_scheduler,
+            },
+            state_dict_kwargs=module_load_dict_kwargs,
+            load_kwargs=torch_load_kwargs,
+        )
+
+
+_MODEL_KEYWORDS = {"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"}
+
+
+def sample_rate_of(data_loader: DataLoader[Any]) -> float:
+    """Probability with which a sample is in a batch of ``data_loader``."""
+    rate = getattr(data_loader, "sample_rate", None)
+    return float(rate) if rate is not None else 1 / len(data_loader)
+
+
+def _expected_batch_size(
+    data_loader: DataLoader[Any], sample_rate: float, distributed: bool
+) -> int | float:
+    size = int(len(data_loader.dataset) * sample_rate + 1e-6)  # type: ignore[arg-type]
+    return size / dist.get_world_size() if distributed else size
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("module has no trainable parameters: nothing would be trained")
+    known = {id(p) for p in module.parameters()}
+    groups = optimizer.param_groups
+    foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
+    if foreign:
+        raise ValueError(
+            "Module parameters are different than optimizer Parameters: the optimizer holds "
+            f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
+            "the optimizer from module.parameters(), after the module has been fixed, moved and "
+            "sharded"
+        )
+
+
+def _warn_if_not_distributed(
+    data_loader: DataLoader[Any], distributed: bool, poisson_sampling: bool
+) -> None:
+    if not distributed or poisson_sampling or dist.get_world_size() == 1:
+        return
+    if not isinstance(getattr(data_loader, "sampler", None), DistributedSampler):
+        warnings.warn(
+            "the model is distributed, but the data loader has no DistributedSampler and "
+            "poisson_sampling is off: every rank would draw from the whole data set, and a sample "
+            "that several ranks hold counts several times. Use poisson_sampling=True or a "
+            "DistributedSampler",
+            stacklevel=3,
+        )

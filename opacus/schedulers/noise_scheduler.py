@@ -1,0 +1,92 @@
+"""Schedulers of the noise multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opacus.schedulers._value_scheduler import (
+    ValueScheduler,
+    check_function,
+    check_gamma,
+    check_step_size,
+    exponential_factor,
+    step_factor,
+)
+
+
+class _NoiseScheduler(ValueScheduler):
+    """Base of the schedulers that set ``optimizer.noise_multiplier``.
+
+    The accountant records the noise multiplier of every step, so a schedule is accounted exactly
+    by the accountants "rdp" and "prv" ("gdp" refuses noise that changes).
+    """
+
+    _attribute = "noise_multiplier"
+
+    def get_noise_multiplier(self) -> float:
+        """Returns the noise multiplier to set at epoch `last_epoch`."""
+        raise NotImplementedError
+
+    def _next_value(self) -> float:
+        return self.get_noise_multiplier()
+
+
+class ExponentialNoise(_NoiseScheduler):
+    """Multiplies the noise multiplier by `gamma` every epoch.
+
+    Args:
+        optimizer: the DP optimizer.
+        gamma: the factor, above 0.
+        last_epoch: epoch to go on from; -1 at the start.
+    """
+
+    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1) -> None:
+        self.gamma = check_gamma(gamma)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        return self._current() * exponential_factor(self.last_epoch, self.gamma)
+
+
+class LambdaNoise(_NoiseScheduler):
+    """Sets the noise multiplier to its first value times a function of the epoch.
+
+    Args:
+        optimizer: the DP optimizer.
+        noise_lambda: function from the epoch to a factor of at least 0.
+        last_epoch: epoch to go on from; -1 at the start.
+    """
+
+    _function_name = "noise_lambda"
+
+    def __init__(
+        self, optimizer: Any, *, noise_lambda: Callable[[int], float], last_epoch: int = -1
+    ) -> None:
+        self.noise_lambda = check_function("noise_lambda", noise_lambda)
+        self.base_noise_multiplier: float = getattr(optimizer, self._attribute, 0.0)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        return self.base_noise_multiplier * self.noise_lambda(self.last_epoch)
+
+
+class StepNoise(_NoiseScheduler):
+    """Multiplies the noise multiplier by `gamma` every `step_size` epochs.
+
+    Args:
+        optimizer: the DP optimizer.
+        step_size: number of epochs between changes, at least 1.
+        gamma: the factor, above 0.
+        last_epoch: epoch to go on from; -1 at the start.
+    """
+
+    def __init__(
+        self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1
+    ) -> None:
+        self.step_size = check_step_size(step_size)
+        self.gamma = check_gamma(gamma)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        return self._current() * step_factor(self.last_epoch, self.step_size, self.gamma)

@@ -1,0 +1,1 @@
+"""Helpers: samplers, batch splitting, sharding, module and tensor utilities."""

@@ -1,0 +1,189 @@
+"""Ghost clipping whose C follows a private quantile of the norms (arXiv:1905.03871).
+
+Between the two backward passes the number of samples within C is released with noise,
+C moves, and the new C clips the same batch. The count shares the budget of the noise
+multiplier, which the accountant keeps counting.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from opacus.core.adaptive import Quantile, centred_count, private_fraction, spend_on_count
+from opacus.privacy_engine import PrivacyEngine
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+
+# Noise on the count: this fraction of the expected batch, as the paper suggests.
+COUNT_STD = 1 / 20
+
+
+class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
+    """A loss whose ``backward()`` also moves the clipping norm.
+
+    Args:
+        module: The private module, or its hooks object.
+        optimizer: The private optimizer.
+        loss_per_sample: ``[B]`` losses.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        target_unclipped_quantile: Fraction of samples that should stay unclipped.
+        min_clipbound: Smallest C.
+        max_clipbound: Largest C.
+        clipbound_learning_rate: Step of the geometric update of C.
+        initial_noise_multiplier: Noise multiplier that the accountant counts.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        loss_per_sample: Tensor,
+        loss_reduction: str = "mean",
+        target_unclipped_quantile: float = 0.5,
+        min_clipbound: float = 1,
+        max_clipbound: float = 1e8,
+        clipbound_learning_rate: float = 0.2,
+        initial_noise_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__(module, optimizer, loss_per_sample, loss_reduction)
+        self.target_unclipped_quantile = target_unclipped_quantile
+        self.min_clipbound = min_clipbound
+        self.max_clipbound = max_clipbound
+        self.clipbound_learning_rate = clipbound_learning_rate
+        self.initial_clipping_norm = optimizer.max_grad_norm
+        self.initial_noise_multiplier = initial_noise_multiplier
+
+    def _with(self, loss_per_sample: Tensor) -> DPTensorFastGradientAdaptiveClipping:
+        return type(self)(
+            self.module,
+            self.optimizer,
+            loss_per_sample,
+            self.loss_reduction,
+            self.target_unclipped_quantile,
+            self.min_clipbound,
+            self.max_clipbound,
+            self.clipbound_learning_rate,
+            self.initial_noise_multiplier,
+        )
+
+    def backward(self, retain_graph: bool = False) -> None:
+        """Norms, then the new C, then the clipped sum with it.
+
+        Raises:
+            ValueError: The expected batch is too small for a private count.
+        """
+        self._check_accumulation()
+        self.module.norm_pass(self.loss_per_sample)
+        self._move_clipping_norm(self.module.per_sample_gradient_norms)
+        self.module.sum_pass(self.loss_per_sample, self.module.clip(), retain_graph)
+        self.optimizer.note_clipped_batch()
+
+    def _move_clipping_norm(self, norms: Tensor) -> None:
+        privacy, layout = self.optimizer._privacy, self.optimizer._layout
+        quantile = Quantile(
+            self.target_unclipped_quantile,
+            self.clipbound_learning_rate,
+            self.min_clipbound,
+            self.max_clipbound,
+        )
+        batch = (privacy.expected_batch_size or len(norms)) * layout.world_size
+        std = batch * COUNT_STD
+        spend_on_count(privacy, std)
+        within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
+        fraction = private_fraction(centred_count(within), std, batch, layout, norms.device)
+        privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)
+
+
+class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
+    """The criterion of adaptive ghost clipping.
+
+    Arguments are those of :class:`DPLossFastGradientClipping` and, behind them, of
+    :class:`DPTensorFastGradientAdaptiveClipping`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        target_unclipped_quantile: float = 0.5,
+        min_clipbound: float = 1,
+        max_clipbound: float = 1e8,
+        clipbound_learning_rate: float = 0.2,
+        initial_noise_multiplier: float = 1.0,
+    ) -> None:
+        Quantile(target_unclipped_quantile, clipbound_learning_rate, min_clipbound, max_clipbound)
+        super().__init__(module, optimizer, criterion, loss_reduction)
+        self.target_unclipped_quantile = target_unclipped_quantile
+        self.min_clipbound = min_clipbound
+        self.max_clipbound = max_clipbound
+        self.clipbound_learning_rate = clipbound_learning_rate
+        self.initial_noise_multiplier = initial_noise_multiplier
+
+    def __call__(self, *args: Any, **kwargs: Any) -> DPTensorFastGradientAdaptiveClipping:
+        """Per-sample losses of a batch, see :meth:`DPLossFastGradientClipping.__call__`."""
+        loss = super().__call__(*args, **kwargs)
+        return DPTensorFastGradientAdaptiveClipping(
+            self.module,
+            self.optimizer,
+            loss.loss_per_sample,
+            self.loss_reduction,
+            self.target_unclipped_quantile,
+            self.min_clipbound,
+            self.max_clipbound,
+            self.clipbound_learning_rate,
+            self.initial_noise_multiplier,
+        )
+
+
+class PrivacyEngineAdaptiveClipping(PrivacyEngine):
+    """:class:`opacus.PrivacyEngine` for adaptive clipping in ghost modes.
+
+    ``make_private`` takes ``target_unclipped_quantile``, ``min_clipbound``,
+    ``max_clipbound`` and ``clipbound_learning_rate`` in addition.
+    """
+
+    _criterion_keywords: ClassVar[frozenset[str]] = frozenset(
+        {
+            "target_unclipped_quantile",
+            "min_clipbound",
+            "max_clipbound",
+            "clipbound_learning_rate",
+        }
+    )
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        super().__init__(accountant=accountant, secure_mode=secure_mode)
+
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any = torch.nn.CrossEntropyLoss(),  # noqa: B008 (Opacus' signature)
+        loss_reduction: str = "mean",
+        target_unclipped_quantile: float = 0.5,
+        min_clipbound: float = 1,
+        max_clipbound: float = 1e8,
+        clipbound_learning_rate: float = 0.2,
+        **kwargs: Any,
+    ) -> DPLossFastGradientAdaptiveClipping:
+        if kwargs:
+            raise TypeError(f"make_private got unexpected arguments {sorted(kwargs)}")
+        return DPLossFastGradientAdaptiveClipping(
+            module,
+            optimizer,
+            criterion,
+            loss_reduction=loss_reduction,
+            target_unclipped_quantile=target_unclipped_quantile,
+            min_clipbound=min_clipbound,
+            max_clipbound=max_clipbound,
+            clipbound_learning_rate=clipbound_learning_rate,
+            initial_noise_multiplier=optimizer.noise_multiplier,
+        )

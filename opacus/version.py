@@ -1,0 +1,3 @@
+"""Version of the package."""
+
+__version__ = "1.6.0+fsdp.1"

@@ -1,0 +1,172 @@
+"""Run a function in several gloo processes, and fail with stack traces when they hang.
+
+    def job(rank, world_size, scale):          # module level: it is pickled by name
+        total = torch.tensor([rank * scale])
+        dist.all_reduce(total)
+        return total
+
+    results = run_distributed(job, 2, 10.0)    # [rank 0's result, rank 1's result]
+
+Each process is spawned (not forked), runs on one thread with the global seed `SEED`, and has its
+default group initialised through a file, so that no port can collide. Results travel through
+`torch.save`: tensors, containers and picklable objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SEED = 0
+# A rank that waits for a peer which has already failed gets this long before it is ended.
+GRACE_AFTER_FAILURE = 5.0
+
+
+class DistributedTestError(AssertionError):
+    """A rank raised, died or hung; the message holds what every rank had to say."""
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+) -> list[Any]:
+    """Calls `fn(rank, world_size, *args)` in `world_size` gloo processes.
+
+    Args:
+        fn: a module-level function (spawned processes import it by name).
+        world_size: number of processes.
+        *args: further arguments of `fn`, picklable.
+        timeout: seconds, start-up included, after which the run counts as a hang.
+
+    Returns:
+        What `fn` returned, one entry a rank, in rank order.
+
+    Raises:
+        DistributedTestError: with the traceback of each rank that raised, or, after a hang, the
+            stack of every thread of each rank that had not finished.
+    """
+    with tempfile.TemporaryDirectory(prefix="opacus_dist_") as folder:
+        context = multiprocessing.get_context("spawn")
+        deadline = time.time() + timeout
+        # Not daemons: those may not have children, and data loader workers are children.
+        processes = [
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, deadline, args))
+            for rank in range(world_size)
+        ]
+        with _single_threaded_children():
+            for process in processes:
+                process.start()
+        try:
+            hung = _wait(processes, deadline)
+        finally:
+            _end(processes)
+        return _collect(processes, Path(folder), hung, timeout)
+
+
+@contextlib.contextmanager
+def _single_threaded_children() -> Iterator[None]:
+    """Two cores and several ranks: more than one thread a rank only makes them wait."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    deadline: float,
+    args: tuple[Any, ...],
+) -> None:
+    with open(f"{folder}/stack{rank}", "w") as stacks:
+        time_left = max(0.1, deadline - time.time())
+        faulthandler.dump_traceback_later(time_left, file=stacks)
+        torch.set_num_threads(1)
+        torch.manual_seed(SEED)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(hours=1),  # a hang is to be dumped, not to become an error
+            )
+            _write(Path(folder, f"result{rank}"), fn(rank, world_size, *args))
+            dist.barrier()
+        except BaseException:  # noqa: BLE001 (whatever it is, the parent is to report it)
+            _write(Path(folder, f"error{rank}"), traceback.format_exc())
+            # Destroying the group here could wait for peers that are stuck in a collective.
+            os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
+        dist.destroy_process_group()
+
+
+def _write(path: Path, value: Any) -> None:
+    """Atomic, so that the parent never reads half a file."""
+    partial = path.with_suffix(".partial")
+    torch.save(value, partial)
+    partial.replace(path)
+
+
+def _wait(processes: list[Any], deadline: float) -> bool:
+    """Waits for all ranks; True if some were still running at the end of their time."""
+    give_up = deadline + 1.0  # by then the stacks are on disk
+    failed = False
+    while any(process.is_alive() for process in processes):
+        if time.time() > give_up:
+            return not failed
+        if not failed and any(process.exitcode not in (0, None) for process in processes):
+            failed = True
+            give_up = min(give_up, time.time() + GRACE_AFTER_FAILURE)
+        time.sleep(0.02)
+    return False
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _collect(processes: list[Any], folder: Path, hung: bool, timeout: float) -> list[Any]:
+    complaints = [
+        f"rank {rank} {complaint}"
+        for rank, process in enumerate(processes)
+        if (complaint := _complaint(rank, process, folder, hung, timeout))
+    ]
+    if complaints:
+        raise DistributedTestError("\n".join(["a rank failed", *complaints]))
+    return [
+        torch.load(folder / f"result{rank}", weights_only=False) for rank in range(len(processes))
+    ]
+
+
+def _complaint(rank: int, process: Any, folder: Path, hung: bool, timeout: float) -> str | None:
+    error, stack = folder / f"error{rank}", folder / f"stack{rank}"
+    if error.exists():
+        return f"raised:\n{torch.load(error, weights_only=False)}"
+    if process.exitcode == 0:
+        return None
+    if hung:
+        dump = stack.read_text() if stack.exists() else "(it had not started)"
+        return f"hung for {timeout:g} s:\n{dump}"
+    return f"died with exit code {process.exitcode}"
