@@ -1,15 +1,17 @@
 """What each mesh axis means for samples, norms, gradients and noise.
 
-===============  =================  ====================  ===================
-layout           samples on ranks   gradient sum          noise
-===============  =================  ====================  ===================
-``Single``       --                 --                    one draw
-``DataParallel`` different          all-reduce            one draw, on rank 0
-``Sharded``      different          reduce-scatter, FSDP  own stream per shard
-===============  =================  ====================  ===================
+==================  =================  ====================  =====================
+layout              samples on ranks   gradient sum          noise
+==================  =================  ====================  =====================
+``Single``          --                 --                    one draw
+``DataParallel``    different          all-reduce            one draw, on rank 0
+``Sharded``         different          reduce-scatter, FSDP  own stream per shard
+``TensorParallel``  the same           none                  per shard; one if whole
+==================  =================  ====================  =====================
 
-Per-sample norms are complete on the rank that holds the sample in all three: they
-are never summed over ranks, whose samples are different people.
+Per-sample norms are complete on the rank that holds the sample in the first three:
+they are never summed over ranks, whose samples are different people. Under tensor
+parallelism the rule of a split layer sums its parts.
 """
 
 from __future__ import annotations
@@ -85,6 +87,19 @@ class Sharded(Single):
                 f"{tuple(reference.shape)}; wrap the whole model with FSDP2Wrapper first"
             )
         return self.streams.draw(std, reference)
+
+
+class TensorParallel(Single):
+    """Layers split over ranks that all hold the same samples."""
+
+    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
+        super().__init__(generator, secure_mode)
+        self.streams = ShardedNoise(generator, secure_mode)
+
+    def noise(self, std: float, reference: Tensor) -> Tensor | None:
+        if isinstance(reference, DTensor):
+            return self.streams.draw(std, reference)
+        return self.streams.draw_equal(std, reference)
 
 
 def sum_gradients(model: nn.Module) -> None:

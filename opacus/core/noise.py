@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -74,7 +75,7 @@ class ShardedNoise:
                 "secure_mode=True cannot draw equal noise for the replicas of a shard; "
                 "use a one-dimensional mesh"
             )
-        stream = None if self.secure_mode else self._stream(reference, local.device)
+        stream = None if self.secure_mode else self._stream(stream_of(reference), local.device)
         noise = gaussian(std, local, stream, self.secure_mode)
         return DTensor.from_local(
             noise,
@@ -84,6 +85,14 @@ class ShardedNoise:
             shape=reference.shape,
             stride=reference.stride(),
         )
+
+    def draw_equal(self, std: float, reference: Tensor) -> Tensor:
+        """Noise for a plain tensor that every rank holds: the same on all of them."""
+        if self.secure_mode:
+            raise NotImplementedError(
+                "secure_mode=True cannot draw equal noise for a parameter that every rank holds"
+            )
+        return gaussian(std, reference, self._stream(0, reference.device))
 
     def state_dict(self) -> dict[str, Tensor]:
         """State of the streams of this rank."""
@@ -97,8 +106,8 @@ class ShardedNoise:
             generator.set_state(value)
             self._streams[(device, int(index))] = generator
 
-    def _stream(self, reference: DTensor, device: torch.device) -> torch.Generator:
-        key = (str(device), shard_index(reference))
+    def _stream(self, index: int, device: torch.device) -> torch.Generator:
+        key = (str(device), index)
         if key not in self._streams:
             generator = torch.Generator(device=device)
             generator.manual_seed(fold(self._base_seed(device), key[1]))
@@ -117,20 +126,31 @@ class ShardedNoise:
         return self._base
 
 
-def fold(seed: int, index: int) -> int:
-    """A seed for stream ``index``; distinct for distinct indices, also in its low bits."""
-    return (seed + index * _ODD) % 2**62
+def fold(seed: int, stream: int) -> int:
+    """A seed for a stream; distinct for nearby streams, also in its low bits."""
+    return (seed + stream * _ODD) % 2**62
 
 
-def shard_index(tensor: DTensor) -> int:
-    """Number of this rank's shard among all shards of ``tensor``."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    index = 0
+def stream_of(tensor: DTensor) -> int:
+    """Number of the noise stream of this rank's shard.
+
+    Equal for the replicas of a shard; different for different shards, for different
+    ways of splitting, and for meshes of different ranks. 0 is a tensor that is not
+    split at all.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    axes, index = 0, 0
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             assert coordinate is not None
-            index = index * tensor.device_mesh.size(axis) + coordinate[axis]
-    return index
+            axes |= 1 << axis
+            index = index * mesh.size(axis) + coordinate[axis]
+    if not axes:
+        return 0
+    ranks = repr(mesh.mesh.tolist()).encode()
+    of_mesh = int.from_bytes(hashlib.sha256(ranks).digest()[:6], "big")
+    return (of_mesh << 40) + (axes << 32) + index + 1
 
 
 def replicas(tensor: DTensor) -> int:

@@ -194,7 +194,7 @@ class TwoPass:
         for name, grad in grads.items():
             parameter = layer.module._parameters[name]
             assert parameter is not None
-            grad = grad.to(parameter.dtype).reshape(parameter.shape)
+            grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _weighted(

@@ -5,6 +5,7 @@ from opacus.grad_sample.dp_multihead_attention import compute_sequence_bias_grad
 from opacus.grad_sample.dp_rnn import compute_rnn_linear_grad_sample
 from opacus.grad_sample.embedding import compute_embedding_grad_sample
 from opacus.grad_sample.embedding_norm_sample import compute_embedding_norm_sample
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 from opacus.grad_sample.grad_sample_module import (
     GradSampleHooks,
     GradSampleModule,
@@ -17,6 +18,10 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_tp import (
+    GradSampleHooksFastGradientClippingTP,
+    GradSampleModuleFastGradientClippingTP,
 )
 from opacus.grad_sample.group_norm import compute_group_norm_grad_sample
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -40,11 +45,13 @@ __all__ = [
     "GradSampleHooks",
     "GradSampleHooksFastGradientClipping",
     "GradSampleHooksFastGradientClippingFSDP",
+    "GradSampleHooksFastGradientClippingTP",
     "GradSampleHooksNoOp",
     "GradSampleModule",
     "GradSampleModuleExpandedWeights",
     "GradSampleModuleFastGradientClipping",
     "GradSampleModuleFastGradientClippingFSDP",
+    "GradSampleModuleFastGradientClippingTP",
     "GradSampleModuleNoOp",
     "compute_conv_grad_sample",
     "compute_embedding_grad_sample",
@@ -57,6 +64,7 @@ __all__ = [
     "compute_rnn_linear_grad_sample",
     "compute_sequence_bias_grad_sample",
     "create_or_accumulate_grad_sample",
+    "ft_compute_per_sample_gradient",
     "get_gsm_class",
     "prepare_module",
     "register_grad_sampler",

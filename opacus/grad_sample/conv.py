@@ -21,3 +21,10 @@ def compute_conv_grad_sample(
         backprops: Gradient of the summed losses with respect to its output.
     """
     return sample_with_rule(layer, activations, backprops)
+
+
+def convolution2d_backward_as_a_convolution(
+    layer: nn.Module, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """The same for ``nn.Conv2d``, under the name of Opacus' alternative way to compute it."""
+    return sample_with_rule(layer, activations, backprops)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from opacus.grad_sample.embedding_norm_sample import compute_embedding_norm_sample
 from opacus.grad_sample._samplers import by_rule, sample_with_rule
+from opacus.grad_sample.embedding_norm_sample import compute_embedding_norm_sample
 from opacus.grad_sample.utils import register_grad_sampler
 
 
@@ -27,13 +27,20 @@ def compute_embedding_grad_sample(
 @register_grad_sampler(nn.EmbeddingBag)
 @by_rule
 def compute_embeddingbag_gradsampler(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
+    layer: nn.Module, inputs: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
     """Bags of embeddings: per-sample gradients ``{parameter: [B, *shape]}``.
 
     Args:
         layer: The layer.
-        activations: Its inputs, batch first.
+        inputs: Its input and, if it is one-dimensional, the offsets.
         backprops: Gradient of the summed losses with respect to its output.
     """
-    return sample_with_rule(layer, activations, backprops)
+    return sample_with_rule(layer, inputs, backprops)
+
+
+__all__ = [
+    "compute_embedding_grad_sample",
+    "compute_embedding_norm_sample",
+    "compute_embeddingbag_gradsampler",
+]

@@ -18,6 +18,10 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
 )
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_tp import (
+    GradSampleHooksFastGradientClippingTP,
+    GradSampleModuleFastGradientClippingTP,
+)
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
@@ -125,7 +129,7 @@ def _classes_of(
         return GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
     if mode.strategy == "two_pass" and mode.parallelism == "fsdp":
         return GradSampleHooksFastGradientClippingFSDP, GradSampleModuleFastGradientClippingFSDP
-    raise ValueError(f"grad_sample_mode {grad_sample_mode!r} is not available yet")
+    return GradSampleHooksFastGradientClippingTP, GradSampleModuleFastGradientClippingTP
 
 
 def _as_classes(classes: _Classes) -> Sequence[type[nn.Module]]:

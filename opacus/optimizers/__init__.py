@@ -18,6 +18,7 @@ from opacus.optimizers.fsdpoptimizer_fast_gradient_clipping import (
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+from opacus.optimizers.tpoptimizer_fast_gradient_clipping import TPOptimizerFastGradientClipping
 
 __all__ = [
     "AdaClipDPOptimizer",
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedPerLayerOptimizer",
     "FSDPOptimizerFastGradientClipping",
     "SimpleDistributedPerLayerOptimizer",
+    "TPOptimizerFastGradientClipping",
     "get_optimizer_class",
 ]
 
@@ -76,6 +78,8 @@ def _two_pass_class(clipping: str, distributed: bool, mode: Mode) -> type[DPOpti
         )
     if mode.parallelism == "fsdp":
         return FSDPOptimizerFastGradientClipping
+    if mode.parallelism == "tp":
+        return TPOptimizerFastGradientClipping
     if distributed:
         return DistributedDPOptimizerFastGradientClipping
     return DPOptimizerFastGradientClipping

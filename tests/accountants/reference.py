@@ -56,7 +56,7 @@ def pld_epsilon(case: Case) -> float:
         case["sample_rate"], dp_accounting.GaussianDpEvent(case["noise_multiplier"])
     )
     epsilon = 0.0
-    for interval in (1e-4, 1e-6):  # losses are rounded up to it; small ones need the finer
+    for interval in (1e-4, 1e-5):  # losses are rounded up to it; small ones need the finer
         accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=interval)
         accountant.compose(step, case["steps"])
         epsilon = accountant.get_epsilon(case["delta"])

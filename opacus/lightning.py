@@ -1,0 +1,65 @@
+"""PyTorch Lightning: a data module that draws Poisson batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from opacus.data_loader import DPDataLoader
+
+
+class DPLightningDataModule(pl.LightningDataModule):
+    """Wraps a data module; batches of the training loader are drawn by Poisson sampling.
+
+    Args:
+        datamodule: The data module to wrap.
+        generator: Source of the sampling.
+    """
+
+    def __init__(
+        self, datamodule: pl.LightningDataModule, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.datamodule = datamodule
+        self.generator = generator
+
+    def prepare_data(self) -> None:
+        """As the wrapped module."""
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:  # type: ignore[override]
+        """As the wrapped module."""
+        self.datamodule.setup(stage)  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> DPDataLoader:
+        """The wrapped module's training loader, with Poisson sampling."""
+        loader = self.datamodule.train_dataloader()
+        return DPDataLoader.from_data_loader(loader, generator=self.generator, distributed=False)
+
+    def val_dataloader(self) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.val_dataloader()
+
+    def test_dataloader(self) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.test_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.predict_dataloader()
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the wrapped module."""
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
