@@ -14,16 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule
 
 from opacus.core.layout import Sharded
+from opacus.core.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
 
@@ -61,7 +54,7 @@ def save_training_state(
     for key, scheduler in schedulers.items():
         if scheduler is not None:
             checkpoint[key] = scheduler.state_dict()
-    _write(path, checkpoint, save_kwargs or {}, one_writer=_is_sharded(inner))
+    _write(path, checkpoint, save_kwargs or {}, one_writer=is_fsdp(inner))
 
 
 def load_training_state(
@@ -104,21 +97,21 @@ def _inner(module: Any) -> nn.Module:
     return module._module if isinstance(module, AbstractGradSampleHooks) else module
 
 
-def _is_sharded(inner: nn.Module) -> bool:
-    return isinstance(inner, FSDPModule)
-
-
 def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if _is_sharded(inner):
-        state = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True))
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
+    if is_fsdp(inner):
+        state = dcp.get_model_state_dict(inner, options=dcp.StateDictOptions(full_state_dict=True))
         return {name: _to_cpu(value) for name, value in state.items()}
     owner = module if isinstance(module, nn.Module) else inner
     return owner.state_dict(**kwargs)
 
 
 def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    if _is_sharded(inner):
-        set_model_state_dict(inner, state, options=StateDictOptions(full_state_dict=True))
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
+    if is_fsdp(inner):
+        dcp.set_model_state_dict(inner, state, options=dcp.StateDictOptions(full_state_dict=True))
     else:
         inner.load_state_dict(state, **kwargs)
 
@@ -128,9 +121,13 @@ def _without_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> None:
-    missing = {_MODULE, _ACCOUNTANT} - (checkpoint.keys() if isinstance(checkpoint, dict) else set())
+    missing = {_MODULE, _ACCOUNTANT} - (
+        checkpoint.keys() if isinstance(checkpoint, dict) else set()
+    )
     if missing:
-        raise ValueError(f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}")
+        raise ValueError(
+            f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}"
+        )
     saved = {n: tuple(v.shape) for n, v in _without_prefix(checkpoint[_MODULE]).items()}
     own = {n: tuple(v.shape) for n, v in inner.state_dict().items() if isinstance(v, Tensor)}
     shared = saved.keys() & own.keys()
@@ -149,19 +146,23 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
 
 
 def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
-    if not _is_sharded(inner):
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
+    if not is_fsdp(inner):
         return optimizer.state_dict()
-    options = StateDictOptions(full_state_dict=True)
-    state = get_optimizer_state_dict(inner, optimizer.original_optimizer, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True)
+    state = dcp.get_optimizer_state_dict(inner, optimizer.original_optimizer, options=options)
     return _to_cpu(state)  # type: ignore[no-any-return]
 
 
 def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
     groups = state.get("param_groups", [])
     by_name = any(isinstance(p, str) for group in groups for p in group["params"])
-    if by_name or _is_sharded(inner):
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
+    if by_name or is_fsdp(inner):
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
 

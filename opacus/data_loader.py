@@ -152,7 +152,7 @@ class CollateFnWithEmpty:
             "A list of tensors is used; pass `dataset` if the other batches are not like that."
         )
         shapes, dtypes = self.sample_empty_shapes or (), self.dtypes or ()
-        return [torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes)]  # type: ignore[arg-type]
+        return [torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=False)]  # type: ignore
 
 
 def wrap_collate_with_empty(

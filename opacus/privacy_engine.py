@@ -9,7 +9,6 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -18,6 +17,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
 from opacus.core.modes import Mode, mode_of
+from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
 from opacus.data_loader import DPDataLoader, switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -117,9 +117,8 @@ class PrivacyEngine:
         )  # fmt: skip
         self._check_dataset(data_loader)
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-        distributed = isinstance(
-            module,
-            (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule),
+        distributed = is_fsdp(module) or isinstance(
+            module, (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
         )
         _warn_if_not_distributed(data_loader, distributed, poisson_sampling)
         generator = self.secure_rng if self.secure_mode else noise_generator
@@ -161,9 +160,7 @@ class PrivacyEngine:
         except BaseException:
             private_module.cleanup()
             raise
-        private_optimizer.attach_step_hook(
-            self.accountant.get_optimizer_hook_fn(sample_rate=rate)
-        )
+        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
         if not mode.needs_criterion:
             return private_module, private_optimizer, private_loader
         # One home of C, sigma and reduction for clipping and noise.
@@ -256,9 +253,7 @@ class PrivacyEngine:
         """Whether :meth:`validate` finds nothing wrong."""
         return ModuleValidator.is_valid(module)
 
-    def validate(
-        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any
-    ) -> None:
+    def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any) -> None:
         """Check that a model can be private.
 
         Raises:

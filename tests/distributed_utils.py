@@ -111,7 +111,7 @@ def _rank_main(
             )
             _write(Path(folder, f"result{rank}"), fn(rank, world_size, *args))
             dist.barrier()
-        except BaseException:  # noqa: BLE001 (whatever it is, the parent is to report it)
+        except BaseException:
             _write(Path(folder, f"error{rank}"), traceback.format_exc())
             # Destroying the group here could wait for peers that are stuck in a collective.
             os._exit(1)

@@ -206,5 +206,8 @@ def clipped_sum(grads: list[list[Tensor]], clip: float) -> tuple[list[Tensor], T
     """Sum of the clipped gradients, and the norms ``[B]``."""
     norms = torch.stack([torch.sqrt(sum(g.square().sum() for g in grad)) for grad in grads])
     factors = (clip / (norms + 1e-6)).clamp(max=1)
-    total = [sum(f * g for f, g in zip(factors, column, strict=True)) for column in zip(*grads, strict=True)]
+    total = [
+        sum(f * g for f, g in zip(factors, column, strict=True))
+        for column in zip(*grads, strict=True)
+    ]
     return total, norms

@@ -11,9 +11,7 @@ from opacus.core.rules import LayerRule, rule_for
 from opacus.core.spec import make_spec
 
 
-def layers_of(
-    model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for
-) -> list[Layer]:
+def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
     """One :class:`Layer` for each module that directly owns a trainable parameter.
 
     Args:

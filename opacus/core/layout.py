@@ -21,10 +21,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from opacus.core.noise import ShardedNoise, gaussian
+from opacus.core.sharded import is_dtensor, is_fsdp
 
 
 class Single:
@@ -81,7 +80,7 @@ class Sharded(Single):
         return self.rank == 0
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        if not isinstance(reference, DTensor):
+        if not is_dtensor(reference):
             raise ValueError(
                 "an FSDP optimizer needs sharded gradients, got a plain tensor of shape "
                 f"{tuple(reference.shape)}; wrap the whole model with FSDP2Wrapper first"
@@ -97,7 +96,7 @@ class TensorParallel(Single):
         self.streams = ShardedNoise(generator, secure_mode)
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        if isinstance(reference, DTensor):
+        if is_dtensor(reference):
             return self.streams.draw(std, reference)
         return self.streams.draw_equal(std, reference)
 
@@ -105,7 +104,7 @@ class TensorParallel(Single):
 def sum_gradients(model: nn.Module) -> None:
     """Make FSDP2 add gradients over ranks; DP needs the sum, and divides once, later."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -6,11 +6,14 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ODD = 0x9E3779B97F4A7C15  # odd, so that its multiples differ in every power of two
 
@@ -69,6 +72,8 @@ class ShardedNoise:
 
     def draw(self, std: float, reference: DTensor) -> DTensor:
         """A DTensor like ``reference`` whose local part is this shard's noise."""
+        from torch.distributed.tensor import DTensor
+
         local = reference.to_local()
         if self.secure_mode and replicas(reference) > 1:
             raise NotImplementedError(
@@ -142,7 +147,7 @@ def stream_of(tensor: DTensor) -> int:
     coordinate = mesh.get_coordinate()
     axes, index = 0, 0
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
+        if placement.is_shard():
             assert coordinate is not None
             axes |= 1 << axis
             index = index * mesh.size(axis) + coordinate[axis]
@@ -156,7 +161,7 @@ def stream_of(tensor: DTensor) -> int:
 def replicas(tensor: DTensor) -> int:
     """How many ranks hold the same shard."""
     axes = enumerate(tensor.placements)
-    sizes = (tensor.device_mesh.size(a) for a, p in axes if not isinstance(p, Shard))
+    sizes = (tensor.device_mesh.size(a) for a, p in axes if not p.is_shard())
     return math.prod(sizes)
 
 

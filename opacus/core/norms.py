@@ -115,7 +115,8 @@ class NormLedger:
         activations, backprops = first.activations, first.backprops
         if len(records) > 1:
             activations = tuple(
-                torch.cat(tensors) for tensors in zip(*(r.activations for r in records), strict=True)
+                torch.cat(tensors)
+                for tensors in zip(*(r.activations for r in records), strict=True)
             )
             backprops = torch.cat([r.backprops for r in records])
         norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)

@@ -192,7 +192,11 @@ class Recorder:
 
     def swap_parameters(self, layer: Layer) -> None:
         parameters = layer.module._parameters
-        kept = {n: p for n in layer.spec.params if _requires_grad(p := parameters.get(n))}
+        kept: dict[str, nn.Parameter] = {}
+        for name in layer.spec.params:
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                kept[name] = parameter
         self._swapped.setdefault(id(layer), []).append(kept)
         for name, parameter in kept.items():
             parameters[name] = parameter.detach()  # type: ignore[assignment]

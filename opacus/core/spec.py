@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from opacus.core.sharded import is_fsdp_class
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def layer_kind(module: nn.Module) -> type[nn.Module]:
     one; the first base that is not FSDP's is the original.
     """
     kind = type(module)
-    while issubclass(kind, FSDPModule):
-        kind = next(b for b in kind.__bases__ if b is not FSDPModule)
+    while is_fsdp_class(kind):
+        kind = next(b for b in kind.__bases__ if b.__name__ != "FSDPModule")
     return kind
 
 

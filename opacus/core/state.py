@@ -36,10 +36,9 @@ class PrivacyParams:
         loss_reduction: str = "mean",
     ) -> None:
         if loss_reduction not in REDUCTIONS:
-            raise ValueError(
-                f"loss_reduction must be one of {REDUCTIONS}, got {loss_reduction!r}"
-            )
+            raise ValueError(f"loss_reduction must be one of {REDUCTIONS}, got {loss_reduction!r}")
         self.loss_reduction = loss_reduction
+        self._max_grad_norm = 0.0
         self.max_grad_norms: list[float] | None = None
         # Noise of a private count that shares the budget (adaptive clipping), or None.
         self.count_noise_std: float | None = None
@@ -65,7 +64,7 @@ class PrivacyParams:
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float]) -> None:
         several = isinstance(value, Sequence)
-        norms = [float(norm) for norm in (value if several else [value])]  # type: ignore[union-attr]
+        norms = [float(n) for n in value] if isinstance(value, Sequence) else [float(value)]
         if not norms or not all(norm > 0 for norm in norms):
             raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
         if several:

@@ -197,9 +197,7 @@ class TwoPass:
             grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _weighted(
-        self, record: Record, activations: Any, backprops: Tensor
-    ) -> dict[str, Tensor]:
+    def _weighted(self, record: Record, activations: Any, backprops: Tensor) -> dict[str, Tensor]:
         layer, spec = record.layer, record.spec
         if isinstance(self._factors, Tensor):  # the losses carry the factors already
             return layer.rule.weighted_grad(spec, activations, backprops, None)
@@ -258,9 +256,7 @@ def _without(
     excluded: Tensor, activations: tuple[Tensor, ...], backprops: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The same record with the excluded rows set to zero."""
-    cleared = tuple(
-        _clear_rows(a, excluded) if a.is_floating_point() else a for a in activations
-    )
+    cleared = tuple(_clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
     return cleared, _clear_rows(backprops, excluded)
 
 

@@ -31,7 +31,9 @@ class SamplerRule(LayerRule):
         self.norm = norm
         self.generic = GenericRule(module)
 
-    def per_sample_grad(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
         if self.grad is None:
             return self.generic.per_sample_grad(spec, activations, backprops)
         return self._named(self.grad(self.module, list(activations.args), backprops))
@@ -63,7 +65,9 @@ class FormedRule(LayerRule):
     def options(self, module: nn.Module) -> dict[str, Any]:
         return self.rule.options(module)
 
-    def per_sample_grad(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
         return self.rule.per_sample_grad(spec, activations, backprops)
 
 

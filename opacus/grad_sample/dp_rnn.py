@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from opacus.layers.dp_rnn import RNNLinear
 from opacus.grad_sample._samplers import by_rule, sample_with_rule
 from opacus.grad_sample.utils import register_grad_sampler
+from opacus.layers.dp_rnn import RNNLinear
 
 
 @register_grad_sampler(RNNLinear)

@@ -24,9 +24,7 @@ def make_functional(
     skeleton = copy.deepcopy(mod).to("meta")
 
     def run(parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        return functional_call(
-            skeleton, dict(zip(named, parameters, strict=True)), args, kwargs
-        )
+        return functional_call(skeleton, dict(zip(named, parameters, strict=True)), args, kwargs)
 
     values = tuple(p.detach() if disable_autograd_tracking else p for p in named.values())
     return run, values

@@ -18,7 +18,6 @@ from opacus.grad_sample._samplers import FormedRule, Sampler, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
-
 DEFERRED_VARIABLE = "OPACUS_USE_DEFERRED_NORM"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opacus.core.layout import gather_rows, sum_gradients
+from opacus.core.sharded import is_dtensor
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -112,7 +112,7 @@ def _check_sharded(m: nn.Module) -> None:
             "FSDP modes need a process group: start with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
-    plain = [n for n, p in m.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    plain = [n for n, p in m.named_parameters() if p.requires_grad and not is_dtensor(p)]
     if plain:
         raise ValueError(
             f"parameters {plain[:10]} are not sharded by FSDP2: shard the whole model first, "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from opacus.core.recorder import Layer
 from opacus.core.rules.tensor_parallel import TensorParallelRule
+from opacus.core.sharded import is_dtensor
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -57,7 +57,9 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
     def set_pattern_param_sample_norm_sum(self) -> None:
         """Note on each parameter (``merge_flag``) whether its norm is a sum over ranks."""
         for parameter in self.trainable_parameters:
-            split = isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
+            split = is_dtensor(parameter) and any(
+                p.is_shard() for p in parameter.placements
+            )
             parameter.merge_flag = split  # type: ignore[attr-defined]
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

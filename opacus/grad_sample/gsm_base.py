@@ -134,5 +134,3 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
-
-

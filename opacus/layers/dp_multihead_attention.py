@@ -233,9 +233,7 @@ class DPMultiheadAttention(nn.Module):
         """
         self._shows_torch_names = destination is None
         try:
-            return super().state_dict(
-                destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
             self._shows_torch_names = False
 

@@ -18,15 +18,15 @@ from opacus.layers.rnn_cells import (
 
 __all__ = [
     "DPGRU",
-    "DPGRUCell",
     "DPLSTM",
-    "DPLSTMCell",
     "DPRNN",
+    "RNN_CELL_TYPES",
+    "DPGRUCell",
+    "DPLSTMCell",
     "DPRNNBase",
     "DPRNNCell",
     "DPRNNCellBase",
     "RNNLinear",
-    "RNN_CELL_TYPES",
     "apply_permutation",
 ]
 

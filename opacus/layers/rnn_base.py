@@ -315,9 +315,7 @@ def _check_sizes(hidden_size: int, num_layers: int, dropout: float) -> None:
         raise ValueError(f"dropout must be a probability between 0 and 1, got {dropout}")
 
 
-def _check_proj_size(
-    proj_size: int, hidden_size: int, cell_type: type[DPRNNCellBase]
-) -> None:
+def _check_proj_size(proj_size: int, hidden_size: int, cell_type: type[DPRNNCellBase]) -> None:
     if not 0 <= proj_size < hidden_size:
         raise ValueError(
             f"proj_size must be at least 0 and smaller than hidden_size={hidden_size}, "

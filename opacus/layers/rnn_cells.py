@@ -167,9 +167,7 @@ class DPLSTMCell(DPRNNCellBase):
 
     has_cell_state = True
 
-    def __init__(
-        self, input_size: int, hidden_size: int, bias: bool, proj_size: int = 0
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, proj_size: int = 0) -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=4, proj_size=proj_size)
 
     def forward(

@@ -48,5 +48,3 @@ class DistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptimizer):
         """Divide ``p.grad`` by the expected global batch size, for one parameter."""
         if self.loss_reduction == "mean" and p.grad is not None:
             p.grad /= self.expected_batch_size * self.accumulated_iterations * self.world_size
-
-

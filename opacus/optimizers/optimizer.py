@@ -277,8 +277,7 @@ class DPOptimizer(Optimizer):
         }
         if len(counts) > 1:
             raise ValueError(
-                "Number of accumulated steps is inconsistent across parameters: "
-                f"{sorted(counts)}"
+                f"Number of accumulated steps is inconsistent across parameters: {sorted(counts)}"
             )
         return counts.pop() if counts else 1
 

@@ -85,9 +85,7 @@ def _collect(module: nn.Module, names: set[str], found: list[nn.Module]) -> None
 def _classes(value: Any) -> tuple[type[nn.Module], ...]:
     classes = (value,) if isinstance(value, type) else tuple(value or ())
     if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-        raise TypeError(
-            f"opacus_high_precision_layers must be layer classes, got {value!r}"
-        )
+        raise TypeError(f"opacus_high_precision_layers must be layer classes, got {value!r}")
     return classes
 
 

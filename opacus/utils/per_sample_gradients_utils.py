@@ -170,9 +170,7 @@ def compute_grad_samples_microbatch_and_opacus(
     alone = compute_microbatch_grad_sample(
         samples, module, batch_first, loss_reduction, chunk_method
     )
-    together = compute_opacus_grad_sample(
-        x, module, batch_first, loss_reduction, grad_sample_mode
-    )
+    together = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
     if alone.keys() != together.keys():
         raise ValueError(
             f"Keys not matching: {sorted(alone.keys() ^ together.keys())} are on one side only"
@@ -218,7 +216,13 @@ def unpack_packedsequences(X: PackedSequence) -> list[Tensor]:  # noqa: N803 (Op
 
 
 def _agree(
-    x: Any, module: nn.Module, batch_first: bool, reduction: str, mode: str, atol: float, rtol: float
+    x: Any,
+    module: nn.Module,
+    batch_first: bool,
+    reduction: str,
+    mode: str,
+    atol: float,
+    rtol: float,
 ) -> bool:
     alone, together = compute_grad_samples_microbatch_and_opacus(
         x, module, batch_first, reduction, mode

@@ -4,13 +4,14 @@
     python reference.py pld < cases.json        # dp-accounting's privacy loss distribution
 
 It reads a list of {"noise_multiplier", "sample_rate", "steps", "delta"} and writes the same list
-with the keys "rdp" and "prv", or "pld", added. A value is null if it takes more than TIME_LIMIT
-seconds or MEMORY_LIMIT bytes.
+with the keys "rdp" and "prv", or "pld", added. A value is null if it is not finite or takes more
+than TIME_LIMIT seconds or MEMORY_LIMIT bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import signal
 import sys
@@ -31,7 +32,8 @@ def limited(compute: Callable[[Case], float], case: Case) -> float | None:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(TIME_LIMIT)
     try:
-        return float(compute(case))
+        epsilon = float(compute(case))
+        return epsilon if math.isfinite(epsilon) else None
     except (TimeoutError, MemoryError):
         return None
     finally:

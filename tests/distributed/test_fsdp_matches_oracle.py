@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -178,9 +177,7 @@ def results_of(world_size: int) -> dict[Case, tuple[float, list[dict[str, Any]]]
         _, norms = oracle(case.name, *PROBLEMS[case.name].batch(B), 1.0)
         pairs.append((case, norms.median().item()))
     ranks = run_distributed(run_cases, world_size, pairs, timeout=180)
-    return {
-        case: (clip, [rank[i] for rank in ranks]) for i, (case, clip) in enumerate(pairs)
-    }
+    return {case: (clip, [rank[i] for rank in ranks]) for i, (case, clip) in enumerate(pairs)}
 
 
 @pytest.mark.parametrize("case", cases_of(2), ids=str)

@@ -88,9 +88,10 @@ def test_scale_and_independence(mode: str, world_size: int, reduction: str) -> N
 
 def draw_on_mesh(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """HSDP: noise of a (replicate, shard) mesh; local part and number of elements drawn."""
-    from opacus.core.noise import ShardedNoise
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from opacus.core.noise import ShardedNoise
 
     torch.manual_seed(rank)  # even with different seeds, replicas must agree
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -75,7 +75,9 @@ def test_norms_and_gradients_equal_oracle_and_noise_agrees() -> None:
     reference = copy.deepcopy(model()).double()
     samples = []
     for i in range(B):
-        loss = nn.functional.cross_entropy(reference(inputs[i : i + 1].double()), targets[i : i + 1])
+        loss = nn.functional.cross_entropy(
+            reference(inputs[i : i + 1].double()), targets[i : i + 1]
+        )
         samples.append(list(torch.autograd.grad(loss, list(reference.parameters()))))
     _, norms = clipped_sum(samples, 1.0)
     clip = norms.median().item()

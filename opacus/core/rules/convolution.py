@@ -10,13 +10,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.grad as nn_grad
 from torch import Tensor, nn
 
 from opacus.core.kernels.reference import product_norm_sq, sum_of_squares
 from opacus.core.rules.base import LayerRule, scale_rows
 from opacus.core.spec import LayerSpec
 
-_PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+_PADDING_MODES = {
+    "zeros": "constant",
+    "reflect": "reflect",
+    "replicate": "replicate",
+    "circular": "circular",
+}
 
 
 class ConvRule(LayerRule):
@@ -80,9 +86,9 @@ class ConvRule(LayerRule):
 
 
 _CONV_WEIGHT = {
-    1: torch.nn.grad.conv1d_weight,
-    2: torch.nn.grad.conv2d_weight,
-    3: torch.nn.grad.conv3d_weight,
+    1: nn_grad.conv1d_weight,
+    2: nn_grad.conv2d_weight,
+    3: nn_grad.conv3d_weight,
 }
 
 
@@ -106,7 +112,9 @@ def _pad(spec: LayerSpec, x: Tensor) -> Tensor:
     if not any(padding):
         return x
     if len(x) == 0:
-        grown = [n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(reversed(x.shape[2:]))]
+        grown = [
+            n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(reversed(x.shape[2:]))
+        ]
         return x.new_zeros(0, x.shape[1], *reversed(grown))
     return F.pad(x, padding, mode=spec.options["mode"])
 
@@ -122,7 +130,9 @@ def _patches(spec: LayerSpec, x: Tensor) -> Tensor:
     batch, channels, groups = x.shape[0], x.shape[1], options["groups"]
     positions = math.prod(x.shape[2 : 2 + dims])
     x = x.reshape(batch, groups, channels // groups, positions, math.prod(kernel))
-    return x.transpose(2, 3).reshape(batch, groups, positions, channels // groups * math.prod(kernel))
+    return x.transpose(2, 3).reshape(
+        batch, groups, positions, channels // groups * math.prod(kernel)
+    )
 
 
 def _grouped(spec: LayerSpec, backprops: Tensor) -> Tensor:

@@ -111,10 +111,8 @@ class GenericRule(LayerRule):
         parameters: dict[str, Tensor],
         grads: tuple[Tensor, ...],
     ) -> dict[str, Tensor]:
-        outputs, pull_back = vjp(run, parameters)
-        fitting = tuple(
-            g.reshape(o.shape).to(o.dtype) for g, o in zip(grads, outputs, strict=True)
-        )
+        outputs, pull_back = vjp(run, parameters)  # type: ignore[misc]
+        fitting = tuple(g.reshape(o.shape).to(o.dtype) for g, o in zip(grads, outputs, strict=True))
         return pull_back(fitting)[0]  # type: ignore[no-any-return]
 
     def _precision(

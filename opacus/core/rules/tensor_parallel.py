@@ -8,15 +8,18 @@ is computed whole on every rank, so that nothing is counted twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from opacus.core.rules.base import LayerRule, Use
 from opacus.core.rules.linear import LinearRule
+from opacus.core.sharded import is_dtensor
 from opacus.core.spec import LayerSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class TensorParallelRule(LayerRule):
@@ -66,10 +69,12 @@ class TensorParallelRule(LayerRule):
 
     def _sharded_dim(self, activations: Any, backprops: Any) -> int | None:
         """0 if this rank has some outputs' rows of the weight, 1 if some inputs' columns."""
-        if not isinstance(self.rule, LinearRule) or not isinstance(backprops, DTensor):
+        if not isinstance(self.rule, LinearRule) or not is_dtensor(backprops):
             return None
+        from torch.distributed.tensor import Replicate, Shard
+
         x = activations[0]
-        if not isinstance(x, DTensor) or backprops.device_mesh.ndim != 1:
+        if not is_dtensor(x) or backprops.device_mesh.ndim != 1:
             return None
         places = (x.placements[0], backprops.placements[0])
         last = (Shard(x.dim() - 1), Shard(backprops.dim() - 1))
@@ -79,8 +84,10 @@ class TensorParallelRule(LayerRule):
 
     def _as_parameter(self, name: str, grad: Tensor, like: DTensor, sharded: int) -> Tensor:
         """Wrap this rank's part of a gradient as the DTensor that the parameter is."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         parameter = self.module._parameters[name]
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return grad
         split = name == "weight" or sharded == 0
         place = Shard(sharded if name == "weight" else 0) if split else Replicate()
@@ -96,8 +103,10 @@ class TensorParallelRule(LayerRule):
 
     def _like_parameter(self, name: str, grad: Tensor) -> Tensor:
         """Give a whole gradient the placement of the parameter."""
+        from torch.distributed.tensor import DTensor, Replicate
+
         parameter = self.module._parameters[name]
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return grad
         mesh = parameter.device_mesh
         whole = DTensor.from_local(grad, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -115,4 +124,4 @@ def _local(activations: tuple[DTensor, ...], backprops: DTensor) -> tuple[Any, A
 
 
 def _full(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor

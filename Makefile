@@ -1,0 +1,47 @@
+# `make help` lists the targets. Each sets up what it needs; `python3` must be 3.10 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RANKS ?= 2
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format types docs clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(READY): requirements.txt setup.py pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . || \
+		$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $(READY)
+
+demo: $(READY)  ## train a small transformer privately on real text, on 2 processes
+	OMP_NUM_THREADS=1 OPACUS_USE_DEFERRED_NORM=1 $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) \
+		examples/train_text_fsdp.py --task classify --grad-sample-mode ghost_fsdp
+
+test: $(READY)  ## run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+check: lint types docs test  ## everything that CI runs: format, lint, types, docs, tests
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(READY)  ## format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(READY)
+	$(BIN)/mypy
+
+docs: $(READY)  ## build the documentation into docs/_build
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,30 @@
+"""Recognises sharded modules and tensors without importing torch.distributed's classes.
+
+Importing them takes half a second; a program that shards anything has done so already.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
+    """Whether ``fully_shard`` was applied to a module."""
+    return is_fsdp_class(type(module))
+
+
+def is_fsdp_class(kind: type) -> bool:
+    """Whether a class is FSDP2's base class or one that ``fully_shard`` made."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and issubclass(kind, module.FSDPModule)

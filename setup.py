@@ -1,0 +1,48 @@
+"""Package metadata; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "opacus/version.py").read_text()).group(1)
+
+EXTRAS = {
+    "flash": ["triton; sys_platform == 'linux'", "flash-attn; sys_platform == 'linux'"],
+    "hf": ["transformers>=4.50", "tokenizers"],
+    "profile": ["tensorboard", "matplotlib", "tqdm"],
+    "lightning": ["pytorch-lightning>=2.0"],
+}
+EXTRAS["dev"] = [
+    "accelerate",
+    "dp-accounting>=0.6",
+    "furo",
+    "hypothesis",
+    "mypy",
+    "myst-parser",
+    "peft",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "scikit-learn",
+    "sphinx",
+    *EXTRAS["hf"],
+    *EXTRAS["profile"],
+    *EXTRAS["lightning"],
+]
+
+setup(
+    name="opacus",
+    version=VERSION,
+    description="Differentially private training of PyTorch models, also of large ones under FSDP2",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["opacus", "opacus.*"]),
+    package_data={"opacus": ["py.typed"]},
+    install_requires=["torch>=2.11", "numpy>=1.26", "scipy>=1.11"],
+    extras_require=EXTRAS,
+)
