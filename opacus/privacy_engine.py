@@ -294,7 +294,8 @@ class PrivacyEngine:
             raise ValueError("Passing seed is prohibited in secure mode")
         if isinstance(optimizer, DPOptimizer):
             raise ValueError(
-                "the optimizer is private already: pass the plain one (optimizer.original_optimizer)"
+                "the optimizer is private already: pass the plain one, "
+                "optimizer.original_optimizer"
             )
         if isinstance(module, AbstractGradSampleModule):
             raise ValueError(

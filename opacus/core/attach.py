@@ -29,7 +29,9 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         except ValueError as error:
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(module._parameters[p])] for p in spec.params}
-        layers.append(Layer(module, spec, rule, owners))
+        own = spec.options.get("batch_first", getattr(module, "batch_first", None))
+        batch_first = own if isinstance(own, bool) else None
+        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first))
     _mark_shared(layers)
     return layers
 

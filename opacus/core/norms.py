@@ -79,6 +79,11 @@ class NormLedger:
         if self.budget_bytes is not None:
             self._shrink()
 
+    def known(self) -> dict[str, Tensor]:
+        """The squared norms that have been computed so far."""
+        formed = {o: sum_of_squares(g) for o, g in self.formed.items() if o not in self._norm_sq}
+        return {**self._norm_sq, **formed}
+
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         waiting, self._waiting, self._held_bytes = self._waiting, [], 0

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus.core.rules import LayerRule
@@ -47,6 +48,8 @@ class Layer:
         owners: Local parameter name -> name of the parameter in the model; the
             same for all layers that share a parameter.
         shared: Whether another layer has one of these parameters too.
+        batch_first: Whether this layer has the batch in dimension 0 (else in 1); ``None``
+            if it goes by what the model says.
     """
 
     module: nn.Module
@@ -54,6 +57,7 @@ class Layer:
     rule: LayerRule
     owners: Mapping[str, str]
     shared: bool = False
+    batch_first: bool | None = None
 
     def trainable_now(self) -> LayerSpec:
         """The spec restricted to the parameters that still require gradients."""
@@ -238,7 +242,7 @@ class Recorder:
         broadcasting, which would sum the samples' gradients before the tap.
         """
         batch = use.forward_pass.batch
-        if not self.batch_first or batch is None or batch == 1 or output.dim() < 2:
+        if self.batch_dim(use.layer) or batch is None or batch == 1 or output.dim() < 2:
             return output
         if output.shape[0] != 1 or any(t.dim() and t.shape[0] != 1 for t in inputs):
             return output
@@ -250,7 +254,8 @@ class Recorder:
         """Build the record of one use and hand it to the sink."""
         self._generation_done(use)
         with torch.no_grad():
-            backprops = tuple(self._batch_to_front(g.detach()) for g in grads)
+            dim = self.batch_dim(use.layer)
+            backprops = tuple(_to_front(g.detach(), dim) for g in grads)
             activations = self._activations(use, tensors, backprops)
             self.sink(
                 Record(
@@ -270,25 +275,17 @@ class Recorder:
     def _activations(
         self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
     ) -> Any:
+        dim = self.batch_dim(use.layer)
+        inputs = [_to_front(t.detach(), dim) for t in tensors]
         if use.layer.rule.needs_parameters:
-            args, kwargs = use.rebuild([self._batch_to_front(t.detach()) for t in tensors])
-            return _call(use.layer.module, args, kwargs)
+            return _call(use.layer.module, *use.rebuild(inputs), dim)
         dtype, batch = backprops[0].dtype, backprops[0].shape[0]
-        return tuple(self._prepare(t.detach(), dtype, batch) for t in tensors)
+        return tuple(_prepare(t, dtype, batch) for t in inputs)
 
-    def _prepare(self, activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
-        # Autocast lets a layer's input and output differ in dtype.
-        if activation.is_floating_point() and activation.dtype != dtype:
-            activation = activation.to(dtype)
-        activation = self._batch_to_front(activation)
-        if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
-            activation = activation.expand(batch, *activation.shape[1:])
-        return activation
-
-    def _batch_to_front(self, tensor: Tensor) -> Tensor:
-        if self.batch_first or tensor.dim() < 2:
-            return tensor
-        return tensor.transpose(0, 1)
+    def batch_dim(self, layer: Layer) -> int:
+        """Dimension of a layer's inputs and outputs that counts samples."""
+        own = layer.batch_first
+        return 0 if (self.batch_first if own is None else own) else 1
 
 
 class _LayerHooks:
@@ -336,7 +333,7 @@ class _Use:
         name, current = self.spec.name, self.forward_pass
         current.generation.uses[name] += 1
         current.generation.waiting.add(self)
-        dim = 0 if self.recorder.batch_first or len(output_shape) < 2 else 1
+        dim = 0 if len(output_shape) < 2 else self.recorder.batch_dim(self.layer)
         rows = output_shape[dim] if output_shape else 0
         current.rows[name] = max(current.rows.get(name, 0), rows)
 
@@ -369,10 +366,23 @@ class _Tap(torch.autograd.Function):
         return (None, None, None, *grads, *([None] * ctx.num_inputs))
 
 
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _to_front(tensor: Tensor, batch_dim: int) -> Tensor:
+    return tensor.transpose(0, 1) if batch_dim == 1 and tensor.dim() > 1 else tensor
+
+
+def _prepare(activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
+    # Autocast lets a layer's input and output differ in dtype.
+    if activation.is_floating_point() and activation.dtype != dtype:
+        activation = activation.to(dtype)
+    if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
+        activation = activation.expand(batch, *activation.shape[1:])
+    return activation
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> Call:
     parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
     buffers = {n: b for n, b in module._buffers.items() if b is not None}
-    return Call(args=args, kwargs=kwargs, parameters=parameters, buffers=buffers)
+    return Call(args, kwargs, parameters, buffers, batch_dim)
 
 
 def _requires_grad(parameter: Tensor | None) -> bool:
@@ -385,7 +395,9 @@ def _differentiable(value: Any) -> bool:
 
 def _batch_of(inputs: Any, dim: int) -> int | None:
     """Batch size of a model's inputs, where all its tensors agree on one."""
-    leaves, _ = tree_flatten(inputs)
+    leaves, _ = tree_flatten(inputs, is_leaf=lambda v: isinstance(v, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        return None
     sizes = {t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim}
     if len(sizes) > 1:
         sizes.discard(1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from opacus.core.sharded import is_fsdp_class
 
@@ -17,7 +19,7 @@ class LayerSpec:
 
     Attributes:
         name: Qualified name of the layer in the model, ``""`` for the root.
-        kind: Class of the layer, seen through FSDP2's class swap.
+        kind: Class of the layer as it was written; see :func:`layer_kind`.
         params: Local names of the trainable parameters that the layer owns directly.
         shapes: Full (unsharded) shape of each of them.
         options: Static attributes that the rule asked for (stride, eps, ...).
@@ -36,17 +38,41 @@ class LayerSpec:
 def layer_kind(module: nn.Module) -> type[nn.Module]:
     """Class of a layer as it was written.
 
-    ``fully_shard`` replaces the class by a subclass of ``FSDPModule`` and the original
-    one; the first base that is not FSDP's is the original.
+    ``fully_shard`` and ``parametrize`` replace a module's class by a subclass of it made
+    at run time, which is seen through; so is a ``DistributedDataParallel`` around it.
     """
+    if isinstance(module, DistributedDataParallel):
+        return layer_kind(module.module)
     kind = type(module)
-    while is_fsdp_class(kind):
-        kind = next(b for b in kind.__bases__ if b.__name__ != "FSDPModule")
-    return kind
+    while True:
+        if is_fsdp_class(kind):
+            kind = next(b for b in kind.__bases__ if b.__name__ != "FSDPModule")
+        elif kind.__module__ == parametrize.__name__ and kind.__name__.startswith("Parametrized"):
+            kind = kind.__bases__[0]
+        else:
+            return kind
 
 
-def make_spec(name: str, module: nn.Module, options: Mapping[str, Any]) -> LayerSpec:
-    """The spec of ``module``, as it is now: which parameters are trainable is read here."""
+def make_spec(name: str, module: nn.Module, options: Mapping[str, Any] | None = None) -> LayerSpec:
+    """The spec of ``module``, as it is now: which parameters are trainable is read here.
+
+    Args:
+        name: Qualified name of the layer in the model.
+        module: The layer.
+        options: What its rule asked for; ``None`` asks the rule that
+            :func:`~opacus.core.rules.rule_for` gives.
+
+    Raises:
+        ValueError: The layer has a setting that its rule cannot handle.
+    """
+    kind = layer_kind(module)
+    if options is None:
+        from opacus.core.rules import rule_for  # rules are built on specs
+
+        try:
+            options = rule_for(module).options(module)
+        except ValueError as error:
+            raise ValueError(f"layer '{name}' ({kind.__name__}): {error}") from None
     own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
     shapes = {n: tuple(p.shape) for n, p in own.items()}
-    return LayerSpec(name, layer_kind(module), tuple(own), shapes, options)
+    return LayerSpec(name, kind, tuple(own), shapes, options)

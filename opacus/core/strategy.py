@@ -183,7 +183,7 @@ class TwoPass:
             self.phase, self.recorder.in_backward = Phase.IDLE, False
 
     def _add_gradient(self, record: Record) -> None:
-        layer, spec = record.layer, record.spec
+        layer = record.layer
         if layer.rule.needs_parameters:
             grads = self._sum_formed(record)
         else:

@@ -96,7 +96,7 @@ def _inputs(rule: LayerRule, layer: nn.Module, activations: Sequence[Tensor]) ->
         return tuple(activations)
     parameters = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
     buffers = {n: b for n, b in layer._buffers.items() if b is not None}
-    return Call(args=tuple(activations), kwargs={}, parameters=parameters, buffers=buffers)
+    return Call(tuple(activations), {}, parameters, buffers)
 
 
 def choose_rule(

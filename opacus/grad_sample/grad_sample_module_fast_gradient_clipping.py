@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
-from opacus.core.norms import total_norms
-from opacus.core.recorder import Layer, Record
+from opacus.core.norms import NormLedger, total_norms
+from opacus.core.recorder import Generation, Layer, Record
+from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
-from opacus.core.strategy import TwoPass
+from opacus.core.strategy import Phase, TwoPass
 from opacus.grad_sample._samplers import FormedRule, Sampler, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -99,6 +100,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self._privacy = PrivacyParams(noise_multiplier=0.0, max_grad_norm=max_grad_norm)
         self._per_sample_gradient_norms: Tensor | None = None
         self._norm_sq: dict[str, Tensor] = {}
+        self._observed: NormLedger | None = None
+        self._observed_generation: Generation | None = None
         self.order_parameters(self.trainable_parameters)
 
     @property
@@ -131,8 +134,43 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             raise RuntimeError(
                 "hooks are disabled, so nothing can be clipped: call enable_hooks() first"
             )
+        self._observed = self._observed_generation = None
         self._strategy.norm_pass(losses)
         self.compute_all_norms_parallel()
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Record,
+        forward_output: Any,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """Use the record of one layer's backward, as the phase of the step asks for.
+
+        In the norm pass the layer's norm is computed, or its record is kept if norms are
+        deferred. See :meth:`GradSampleHooks.capture_backprops_hook` for the arguments.
+        """
+        if self.hooks_enabled and self._strategy.phase is Phase.IDLE:
+            self._observe(_forward_input)
+        else:
+            super().capture_backprops_hook(
+                module, _forward_input, forward_output, loss_reduction, batch_first
+            )
+
+    def _observe(self, record: Record) -> None:
+        """An ordinary ``backward()``: its norms can be looked at, nothing is clipped."""
+        if self._observed is None or self._observed_generation is not record.generation:
+            self._observed = NormLedger(record.rows)
+            self._observed_generation = record.generation
+            self._per_sample_gradient_norms = None
+        if self.loss_reduction == "mean":
+            record.backprops = scale_rows(
+                record.backprops, torch.full((record.batch,), float(record.rows))
+            )
+        with self._recorder.paused():
+            self._observed.add(record)
+            self._publish(self._observed.known())
 
     def compute_all_norms_parallel(self) -> Tensor:
         """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
@@ -191,10 +229,15 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def get_norm_sample(self) -> Tensor:
         """``[B]`` norms of the per-sample gradients, from the parameters' ``_norm_sample``."""
+        if self._observed is not None:
+            with self._recorder.paused(), torch.no_grad():
+                self._publish(self._observed.finish())
+            self._observed = self._observed_generation = None
         named = [p for p in self.trainable_parameters if hasattr(p, "_norm_sample")]
         if not named:
             return self.per_sample_gradient_norms
-        return total_norm([p._norm_sample for p in named])  # type: ignore[attr-defined]
+        self._per_sample_gradient_norms = total_norm([p._norm_sample for p in named])  # type: ignore[attr-defined]
+        return self._per_sample_gradient_norms
 
     def get_clipping_coef(self) -> Tensor:
         """``[B]`` factors ``min(1, C / (norm + 1e-6))``; 0 where the norm is not finite."""

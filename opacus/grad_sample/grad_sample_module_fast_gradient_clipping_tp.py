@@ -57,9 +57,7 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
     def set_pattern_param_sample_norm_sum(self) -> None:
         """Note on each parameter (``merge_flag``) whether its norm is a sum over ranks."""
         for parameter in self.trainable_parameters:
-            split = is_dtensor(parameter) and any(
-                p.is_shard() for p in parameter.placements
-            )
+            split = is_dtensor(parameter) and any(p.is_shard() for p in parameter.placements)
             parameter.merge_flag = split  # type: ignore[attr-defined]
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

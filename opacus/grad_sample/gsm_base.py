@@ -54,10 +54,10 @@ class AbstractGradSampleHooks(ABC):
             if hasattr(parameter, "grad_sample"):
                 del parameter.grad_sample
 
-    def forbid_grad_accumulation(self) -> None:
+    def forbid_grad_accumulation(self) -> None:  # noqa: B027 (optional in subclasses)
         """Make a second backward pass without ``zero_grad`` between an error."""
 
-    def allow_grad_accumulation(self) -> None:
+    def allow_grad_accumulation(self) -> None:  # noqa: B027 (optional in subclasses)
         """Let several backward passes accumulate (not sound with Poisson sampling)."""
 
     @abstractmethod

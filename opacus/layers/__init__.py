@@ -1,5 +1,6 @@
 """Layers that take the place of torch's where those cannot be trained privately."""
 
+from opacus.layers import rules
 from opacus.layers.dp_multihead_attention import (
     DPMultiheadAttention,
     SequenceBias,
@@ -15,5 +16,6 @@ __all__ = [
     "DPMultiheadAttention",
     "RenameParamsMixin",
     "SequenceBias",
+    "rules",
     "torch_state_dict",
 ]

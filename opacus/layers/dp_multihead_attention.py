@@ -11,6 +11,17 @@ from torch import Tensor, nn
 from opacus.layers.attention import attend, attend_with_weights, merge_masks
 from opacus.layers.linear import BatchFirstLinear
 
+# Parameters of nn.MultiheadAttention and which of ours, stacked, they are; others are equal.
+OWN_NAMES = {
+    "in_proj_weight": ("qlinear.weight", "klinear.weight", "vlinear.weight"),
+    "q_proj_weight": ("qlinear.weight",),
+    "k_proj_weight": ("klinear.weight",),
+    "v_proj_weight": ("vlinear.weight",),
+    "in_proj_bias": ("qlinear.bias", "klinear.bias", "vlinear.bias"),
+    "bias_k": ("seq_bias_k.bias",),
+    "bias_v": ("seq_bias_v.bias",),
+}
+
 
 class SequenceBias(nn.Module):
     """Appends a learned vector to each sequence.
@@ -221,9 +232,7 @@ class DPMultiheadAttention(nn.Module):
         """``t`` with two leading dimensions of size one."""
         return t[None, None]
 
-    def state_dict(  # type: ignore[override]
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As ``nn.Module.state_dict``, with torch's names unless part of a larger module.
 
         Args:
@@ -269,35 +278,36 @@ def _to_torch_names(
     own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     one_matrix = module.embed_dim == module.kdim == module.vdim
     renamed: dict[str, Tensor] = {}
-    for kind in ("weight", "bias"):
-        keys = [f"{prefix}{x}linear.{kind}" for x in "qkv"]
-        if not all(key in own for key in keys):
-            continue  # no bias, or layers that were exchanged for others
-        parts = [own.pop(key) for key in keys]
-        if kind == "bias" or one_matrix:
-            renamed[f"{prefix}in_proj_{kind}"] = torch.cat(parts)
-        else:
-            names = [f"{prefix}{x}_proj_weight" for x in "qkv"]
-            renamed.update(zip(names, parts, strict=True))
-    for x in "kv":
-        bias = own.pop(f"{prefix}seq_bias_{x}.bias", None)
-        if bias is not None:
-            renamed[f"{prefix}bias_{x}"] = module.unsqueeze_0_2(bias)
+    for torch_name, names in OWN_NAMES.items():
+        fitting = one_matrix or torch_name != "in_proj_weight"
+        keys = [prefix + name for name in names]
+        # They are not there without bias, or if layers were exchanged for others.
+        if fitting and all(key in own for key in keys):
+            joined = torch.cat([own.pop(key) for key in keys])
+            if torch_name in ("bias_k", "bias_v"):
+                joined = module.unsqueeze_0_2(joined)
+            renamed[prefix + torch_name] = joined
     state_dict.update({**renamed, **own})
 
 
 def _accept_torch_names(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
     """Turn torch's entries for this module into its own."""
-    for kind in ("weight", "bias"):
-        joined = state_dict.pop(f"{prefix}in_proj_{kind}", None)
+    for torch_name in OWN_NAMES:
+        joined = state_dict.pop(prefix + torch_name, None)
         if joined is not None:
-            for x, part in zip("qkv", joined.tensor_split(3), strict=True):
-                state_dict[f"{prefix}{x}linear.{kind}"] = part
-    for x in "qkv":
-        weight = state_dict.pop(f"{prefix}{x}_proj_weight", None)
-        if weight is not None:
-            state_dict[f"{prefix}{x}linear.weight"] = weight
-    for x in "kv":
-        bias = state_dict.pop(f"{prefix}bias_{x}", None)
-        if bias is not None:
-            state_dict[f"{prefix}seq_bias_{x}.bias"] = bias.flatten()
+            own = split_torch_parameter(torch_name, joined)
+            state_dict.update({prefix + name: part for name, part in own.items()})
+
+
+def split_torch_parameter(torch_name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The parameters of :class:`DPMultiheadAttention`, by name, that one of torch's holds.
+
+    Args:
+        torch_name: Name of a parameter of ``nn.MultiheadAttention``.
+        tensor: Its value.
+    """
+    names = OWN_NAMES.get(torch_name, (torch_name,))
+    parts = tensor.tensor_split(len(names))
+    if torch_name in ("bias_k", "bias_v"):
+        parts = tuple(part.flatten() for part in parts)
+    return dict(zip(names, parts, strict=True))

@@ -13,6 +13,8 @@ class BatchFirstLinear(nn.Linear):
     whatever ``batch_first`` says about the model around them.
     """
 
+    batch_first = True
+
 
 class RNNLinear(BatchFirstLinear):
     """The linear layer of a recurrent cell: called ``[B, in]`` each step or ``[B, T, in]`` once.

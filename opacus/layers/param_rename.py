@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-_Base = nn.Module if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
 
 
 def filter_out_old_keys(
@@ -39,8 +42,8 @@ class RenameParamsMixin(_Base):
         new_to_old: The reverse.
     """
 
-    old_to_new: dict[str, str]
-    new_to_old: dict[str, str]
+    old_to_new: dict[str, str] = {}  # noqa: RUF012 (replaced, never changed)
+    new_to_old: dict[str, str] = {}  # noqa: RUF012
 
     def set_rename_map(self, rename_map: dict[str, str]) -> None:
         """Rename parameters.
@@ -54,7 +57,7 @@ class RenameParamsMixin(_Base):
         """
         if len(set(rename_map.values())) != len(rename_map):
             raise ValueError(f"rename_map gives one name to several parameters: {rename_map}")
-        first_call = "old_to_new" not in self.__dict__
+        first_call = "new_to_old" not in self.__dict__
         self.old_to_new = dict(rename_map)
         self.new_to_old = {new: old for old, new in rename_map.items()}
         for old, parameter in list(self.named_parameters(remove_duplicate=False)):
@@ -65,6 +68,16 @@ class RenameParamsMixin(_Base):
             self.register_load_state_dict_pre_hook(_fill_in_names)
             self.register_load_state_dict_post_hook(_after_load)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As ``nn.Module.parameters``; without ``recurse`` only those not of a submodule.
+
+        A renamed parameter is used by the submodule, so the gradient rule that applies to
+        it is the submodule's.
+        """
+        for name, parameter in self.named_parameters(recurse=recurse):
+            if recurse or name not in self.new_to_old:
+                yield parameter
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -73,7 +86,7 @@ class RenameParamsMixin(_Base):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        old = self.__dict__.get("new_to_old", {}).get(name)
+        old = self.new_to_old.get(name)
         if old is not None and (value is None or isinstance(value, nn.Parameter)):
             owner, local = _owner(self, old)
             setattr(owner, local, value)
@@ -84,18 +97,36 @@ class RenameParamsMixin(_Base):
             _take_parameters_of_submodules(self)
         return result
 
+    def _require_shared_parameters(self) -> None:
+        """Raise if a renamed parameter is no longer the one that its submodule uses."""
+        for new, parameter in _used_by_submodules(self):
+            if self._parameters[new] is not parameter:
+                raise RuntimeError(
+                    f"{type(self).__name__}.{new} is no longer the parameter that "
+                    f"'{self.new_to_old[new]}' uses: a submodule was sharded or changed by "
+                    f"itself. Apply fully_shard, or whatever did it, to the whole "
+                    f"{type(self).__name__}"
+                )
+
 
 def _owner(module: nn.Module, qualified: str) -> tuple[nn.Module, str]:
     path, _, local = qualified.rpartition(".")
     return module.get_submodule(path), local
 
 
-def _take_parameters_of_submodules(module: RenameParamsMixin) -> None:
-    """Share parameters again after each module may have replaced its own."""
+def _used_by_submodules(module: RenameParamsMixin) -> Iterator[tuple[str, nn.Parameter]]:
+    """New name and parameter, for those whose submodule still has it."""
     for new, old in module.new_to_old.items():
         owner, local = _owner(module, old)
-        if new in module._parameters:
-            module._parameters[new] = owner._parameters[local]
+        parameter = owner._parameters.get(local)
+        if parameter is not None and new in module._parameters:
+            yield new, parameter
+
+
+def _take_parameters_of_submodules(module: RenameParamsMixin) -> None:
+    """Share parameters again after each module may have replaced its own."""
+    for new, parameter in _used_by_submodules(module):
+        module._parameters[new] = parameter
 
 
 # The hooks are functions of this file, not methods, so that modules can be copied.

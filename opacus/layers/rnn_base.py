@@ -127,9 +127,11 @@ class DPRNNBase(RenameParamsMixin, nn.Module):
         Raises:
             ValueError: A shape does not fit.
             TypeError: ``state_init`` is not what the kind of network takes.
+            RuntimeError: Cells were sharded or changed apart from the whole network.
         """
+        self._require_shared_parameters()
         packed = input if isinstance(input, PackedSequence) else None
-        batched = packed is not None or input.dim() == 3
+        batched = isinstance(input, PackedSequence) or input.dim() == 3
         x, running = self._samples_first(input)
         states = self._initial_states(x, state_init, batched)
         x, finals = self._run(x, running, states)
@@ -213,7 +215,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module):
         return torch.stack(outputs, dim=1), state[0], state[1] if self.has_cell_state else None
 
     def iterate_layers(
-        self, *args: Sequence[Any]
+        self, *args: Sequence[Any] | Tensor
     ) -> Iterator[tuple[int, Iterator[tuple[int, tuple[Any, ...]]]]]:
         """Walk through layers and directions, with the entries of sequences that belong there.
 
@@ -257,7 +259,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module):
         if x.shape[2] != self.input_size:
             raise ValueError(f"input must have {self.input_size} features, got {x.shape[2]}")
         if x.shape[1] == 0:
-            raise ValueError(f"input must have at least one time step, got {tuple(input.shape)}")
+            raise ValueError("input must have at least one time step, got none")
         return x, running
 
     def _initial_states(

@@ -116,6 +116,7 @@ class DPRNNCell(DPRNNCellBase):
         return self._one_step(input, None if hx is None else (hx,), batch_size_t)[0]
 
     def step(self, projected: Tensor, state: State) -> State:
+        """One time step, see :meth:`DPRNNCellBase.step`."""
         summed = projected + self.hh(state[0])
         return (torch.tanh(summed) if self.nonlinearity == "tanh" else torch.relu(summed),)
 
@@ -145,6 +146,7 @@ class DPGRUCell(DPRNNCellBase):
         return self._one_step(input, None if hx is None else (hx,), batch_size_t)[0]
 
     def step(self, projected: Tensor, state: State) -> State:
+        """One time step, see :meth:`DPRNNCellBase.step`."""
         (hidden,) = state
         reset_x, update_x, new_x = projected.chunk(3, dim=-1)
         reset_h, update_h, new_h = self.hh(hidden).chunk(3, dim=-1)
@@ -187,6 +189,7 @@ class DPLSTMCell(DPRNNCellBase):
         return hidden, cell
 
     def step(self, projected: Tensor, state: State) -> State:
+        """One time step, see :meth:`DPRNNCellBase.step`."""
         hidden, cell = state
         gates = (projected + self.hh(hidden)).chunk(4, dim=-1)
         keep, write, read = (torch.sigmoid(gates[i]) for i in (1, 0, 3))

@@ -9,4 +9,7 @@ from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGr
 class DistributedDPOptimizerFastGradientClipping(
     DPOptimizerFastGradientClipping, DistributedDPOptimizer
 ):
-    """:class:`DPOptimizerFastGradientClipping` over all ranks, see :class:`DistributedDPOptimizer`."""
+    """:class:`DPOptimizerFastGradientClipping` over all ranks.
+
+    See :class:`DistributedDPOptimizer` for what that means.
+    """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,8 @@ def calc_sample_norms(
 def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
     """L2 norm ``[B]`` of each sample's part of ``param`` ``[B, *]``; B may be 0."""
     per_sample = param.reshape(param.shape[0], math.prod(param.shape[1:]))
-    return torch.linalg.vector_norm(per_sample, dim=1)
+    norms: Tensor = torch.linalg.vector_norm(per_sample, dim=1)
+    return norms
 
 
 def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
@@ -132,9 +134,9 @@ def filter_dilated_rows(
     Raises:
         ValueError: The sizes contradict each other.
     """
-    picked = tuple(
+    picked: list[Any] = [
         slice(0, extent, step) for extent, step in zip(dilated_kernel_size, dilation, strict=True)
-    )
+    ]
     filtered = tensor[(..., *picked)]
     if tuple(filtered.shape[-len(picked) :]) != tuple(kernel_size):
         raise ValueError(

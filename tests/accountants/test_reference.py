@@ -41,7 +41,7 @@ def check_against_opacus(mechanism: str, case: dict[str, Any]) -> None:
 
 
 def check_against_pld(case: dict[str, Any]) -> None:
-    """The distribution of dp-accounting is pessimistic too; it rounds losses up a little each step."""
+    """The distribution of dp-accounting is pessimistic too: each step rounds losses up."""
     eps_error = max(5e-4, min(0.01, 0.005 * case["pld"]))
     epsilon = book("prv", case).get_epsilon(case["delta"], eps_error=eps_error)
     assert epsilon == pytest.approx(case["pld"], rel=0.02, abs=1e-3), case

@@ -13,6 +13,8 @@ CHUNK_ELEMENTS = 1 << 26
 # What writing and reading one element of an intermediate result costs, in the
 # multiply-adds that the matrix units do in that time.
 ELEMENT_COST = 64
+# Rows of a Gram matrix formed at once; what lies left of the diagonal is skipped.
+GRAM_ROWS = 512
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -21,11 +23,19 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """``[B, ...] -> [B]``, accumulated in at least fp32."""
-    wide = widen(tensor)
-    if wide.numel() == 0:
-        return wide.new_zeros(wide.shape[0])
-    return wide.reshape(wide.shape[0], -1).square().sum(1)
+    """``[B, ...] -> [B]``, accumulated in at least fp32.
+
+    Not by ``vector_norm``: on CPUs its rounding errors grow with the number of elements,
+    to 1e-3 at 16 million.
+    """
+    batch = tensor.shape[0]
+    total = widen(tensor.new_zeros(batch))
+    if tensor.numel() == 0:
+        return total
+    flat = tensor.reshape(batch, -1)
+    for part in flat.split(max(1, CHUNK_ELEMENTS // batch), dim=1):
+        total = total + widen(part).square().sum(1)
+    return total
 
 
 def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
@@ -40,10 +50,12 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     """
     batch, tokens, d = activations.shape
     p = backprops.shape[2]
-    if batch == 0 or tokens == 0:
+    if activations.numel() == 0 or backprops.numel() == 0:
         return widen(backprops.new_zeros(batch))
     if tokens == 1:
         return sum_of_squares(activations) * sum_of_squares(backprops)
+    if not activations.is_cuda:  # there is no half-precision product with an fp32 result
+        activations, backprops = widen(activations), widen(backprops)
     if gram_is_cheaper(tokens, d, p):
         return gram_norm_sq(activations, backprops)
     return width_norm_sq(activations, backprops)
@@ -51,30 +63,35 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
 
 def gram_is_cheaper(tokens: int, d: int, p: int) -> bool:
     """Whether Gram matrices cost less than the product ``A^T G``."""
-    gram = tokens * tokens * (d + p + ELEMENT_COST)
+    # Tiles left of the diagonal are skipped.
+    gram = tokens * (tokens + min(tokens, GRAM_ROWS)) // 2 * (d + p + ELEMENT_COST)
     width = tokens * d * p + ELEMENT_COST * d * p
     return gram < width
 
 
 def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
-    """:func:`product_norm_sq` by forming ``A^T G`` a few columns at a time."""
+    """:func:`product_norm_sq` by forming ``A^T G`` a few samples and columns at a time."""
     batch, _, d = activations.shape
-    total = widen(backprops.new_zeros(batch))
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * d))
-    for part in backprops.split(step, dim=2):
-        total = total + sum_of_squares(_bmm(part.transpose(1, 2), activations))
-    return total
+    columns = max(1, CHUNK_ELEMENTS // (batch * d))
+    samples = max(1, CHUNK_ELEMENTS // d) if columns == 1 else batch
+    totals = []
+    for a, g in zip(activations.split(samples), backprops.split(samples), strict=True):
+        total = widen(g.new_zeros(g.shape[0]))
+        for part in g.split(columns, dim=2):
+            total = total + sum_of_squares(_bmm(part.transpose(1, 2), a))
+        totals.append(total)
+    return torch.cat(totals)
 
 
 def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     """:func:`product_norm_sq` as ``sum_ts (A A^T)_ts (G G^T)_ts``, a few rows at a time."""
     batch, tokens, _ = activations.shape
     total = widen(backprops.new_zeros(batch))
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * tokens))
+    step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
     a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        # Both Gram matrices are symmetric: columns before ``start`` were counted twice.
+        # Both are symmetric: what lies right of the diagonal tile counts twice.
         gram = _bmm(activations[:, rows], a_t[:, :, start:])
         gram = gram * _bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
@@ -83,32 +100,44 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     return total.clamp(min=0)
 
 
-def table_norm_sq(ids: Tensor, backprops: Tensor) -> Tensor:
+def table_norm_sq(rows: Tensor, samples: Tensor, values: Tensor, batch: int) -> Tensor:
     """Squared norm of each sample's gradient of a table, repeated rows added first.
 
     Args:
-        ids: ``[B, T]`` rows that were looked up.
-        backprops: ``[B, T, d]``.
+        rows: ``[N]`` rows of the table, one for each lookup.
+        samples: ``[N]`` sample that each lookup belongs to.
+        values: ``[N, d]`` gradients of the looked-up rows.
+        batch: Number of samples B.
 
     Returns:
-        ``[B]`` in fp32 (fp64 for fp64). Memory is O(B T d), whatever the table's size,
-        and nothing waits for the device.
+        ``[B]`` in fp32 (fp64 for fp64). Memory is O(N d), whatever the table's size, and
+        nothing waits for the device.
     """
-    batch, tokens, d = backprops.shape
-    if batch == 0 or tokens == 0:
-        return widen(backprops.new_zeros(batch))
-    ordered, order = ids.sort(dim=1)
-    fresh = torch.ones_like(ordered, dtype=torch.long)
-    fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    slots = torch.empty_like(fresh).scatter_(1, order, fresh.cumsum(1) - 1)
-    slots = (slots + tokens * torch.arange(batch, device=ids.device)[:, None]).reshape(-1)
-    total = widen(backprops.new_zeros(batch))
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * tokens))
-    for part in backprops.split(step, dim=2):
-        sums = widen(part.new_zeros(batch * tokens, part.shape[2]))
-        sums.index_add_(0, slots, widen(part).reshape(batch * tokens, -1))
-        total = total + sum_of_squares(sums.view(batch, -1))
+    total = widen(values.new_zeros(batch))
+    if values.numel() == 0:
+        return total
+    slots, owners = _slots(rows, samples)
+    for part in values.split(max(1, CHUNK_ELEMENTS // len(rows)), dim=1):
+        sums = widen(part.new_zeros(part.shape)).index_add_(0, slots, widen(part))
+        total.index_add_(0, owners, sums.square().sum(1))
     return total
+
+
+def _slots(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers the distinct pairs of sample and row.
+
+    Returns:
+        ``[N]`` number of each lookup's pair, and ``[N]`` sample of each number (0 for
+        numbers that are not used: how many there are is not known without waiting).
+    """
+    rows, samples = rows.long(), samples.long()
+    pairs, order = (samples * (rows.max() + 1) + rows).sort()
+    fresh = torch.zeros_like(pairs)
+    fresh[1:] = pairs[1:] != pairs[:-1]
+    numbers = fresh.cumsum(0)
+    slots = torch.empty_like(numbers).scatter_(0, order, numbers)
+    owners = torch.zeros_like(numbers).scatter_(0, numbers, samples[order])
+    return slots, owners
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares
 from opacus.core.spec import LayerSpec
@@ -32,6 +33,9 @@ class LayerRule:
     # Whether the rule runs the layer again, so that it needs its parameters (unsharded)
     # and may draw other random numbers.
     needs_parameters: bool = False
+    # Whether row i of each activation belongs to sample i, so that activations and
+    # backprops of some samples, or of several layers, can be cut out and concatenated.
+    row_by_row: bool = True
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.
@@ -68,13 +72,70 @@ class LayerRule:
         return None
 
 
+def check_batch(spec: LayerSpec, activations: Any, backprops: Any, batch: int) -> None:
+    """Refuse backprops whose leading dimension is not the batch.
+
+    Args:
+        spec: The layer.
+        activations: Its inputs; only named in the error.
+        backprops: A tensor or a tuple of them.
+        batch: Number of samples B.
+
+    Raises:
+        ValueError: Names the layer and the shapes. Mixing rows up would clip the wrong
+            samples.
+    """
+    outputs = backprops if isinstance(backprops, tuple) else (backprops,)
+    if any(g.dim() == 0 or g.shape[0] != batch for g in outputs):
+        reason = f"the first dimension of its output is not the batch of {batch} samples"
+        raise unsupported(spec, activations, backprops, reason)
+
+
+def unsupported(spec: LayerSpec, activations: Any, backprops: Any, reason: str) -> ValueError:
+    """The error for a case that a rule cannot do."""
+    if not isinstance(activations, tuple):  # a Call
+        activations = (activations.args, activations.kwargs)
+    return ValueError(
+        f"{spec}: {reason}; activations {_shapes(activations)}, backprops {_shapes(backprops)}. "
+        "Freeze the layer, or register a grad sampler for it"
+    )
+
+
+def _shapes(tensors: Any) -> str:
+    shapes = [str(list(t.shape)) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+    return ", ".join(shapes) or "none"
+
+
+def tokens_of(
+    spec: LayerSpec, activations: Any, backprops: Tensor, feature_dims: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """First input and backprops as ``[B, T, *features]``, see :func:`as_tokens`.
+
+    Args:
+        spec: The layer.
+        activations: Its inputs.
+        backprops: Gradient with respect to its output.
+        feature_dims: Number of feature dimensions of the input and of the output.
+
+    Raises:
+        ValueError: They do not have a batch dimension, or not the same one, or not the
+            same tokens.
+    """
+    x = activations[0]
+    leading = x.shape[: x.dim() - feature_dims[0]]
+    if not leading or leading != backprops.shape[: backprops.dim() - feature_dims[1]]:
+        reason = "its input and output do not have the same batch and token dimensions"
+        raise unsupported(spec, activations, backprops, reason)
+    return as_tokens(x, feature_dims[0]), as_tokens(backprops, feature_dims[1])
+
+
 def scale_rows(backprops: Any, factors: Tensor | None) -> Any:
     """Multiply row i by ``factors[i]``."""
     if factors is None:
         return backprops
     if isinstance(backprops, tuple):
         return tuple(scale_rows(b, factors) for b in backprops)
-    return backprops * factors.to(backprops.dtype).view(-1, *[1] * (backprops.dim() - 1))
+    return backprops * factors.to(backprops.dtype).reshape(-1, *[1] * (backprops.dim() - 1))
 
 
 def as_tokens(tensor: Tensor, feature_dims: int = 1) -> Tensor:
@@ -92,12 +153,13 @@ def join_tokens(uses: Sequence[tuple[Tensor, ...]], feature_dims: Sequence[int])
     rows = max(use[0].shape[0] for use in uses)
     joined = []
     for index, dims in enumerate(feature_dims):
-        parts = [_pad(as_tokens(use[index], dims), rows) for use in uses]
+        parts = [pad_rows(as_tokens(use[index], dims), rows) for use in uses]
         joined.append(torch.cat(parts, dim=1))
     return joined
 
 
-def _pad(tensor: Tensor, rows: int) -> Tensor:
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """``tensor`` with rows of zeros appended up to ``rows``."""
     missing = rows - tensor.shape[0]
     if missing == 0:
         return tensor

@@ -1,11 +1,12 @@
 """Convolutions: a linear layer on the patches of its input.
 
-Letters: B samples, G groups, L output positions, K kernel positions.
+Letters: B samples, U uses in one step, G groups, L output positions, K kernel positions.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ import torch.nn.functional as F
 import torch.nn.grad as nn_grad
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import product_norm_sq, sum_of_squares
-from opacus.core.rules.base import LayerRule, scale_rows
+from opacus.core.kernels.reference import (
+    CHUNK_ELEMENTS,
+    product_norm_sq,
+    sum_of_squares,
+    widen,
+)
+from opacus.core.rules.base import LayerRule, Use, pad_rows, scale_rows, unsupported
 from opacus.core.spec import LayerSpec
 
 _PADDING_MODES = {
@@ -42,37 +48,41 @@ class ConvRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
+        x, g = _uses(spec, activations, backprops)
         grads = {}
         if "weight" in spec.params:
-            patches, g = _patches(spec, activations[0]), _grouped(spec, backprops)
-            shape = spec.shapes["weight"]
-            product = torch.matmul(g.transpose(2, 3), patches)  # [B, G, p/G, (d/G) K]
-            grads["weight"] = product.reshape(len(backprops), *shape)
+            weight = g.new_empty(len(g), *spec.shapes["weight"])
+            for rows, patches, part in _unfolded(spec, x, g):
+                product = torch.matmul(part.transpose(2, 3), patches)  # [B, G, p/G, (d/G) K]
+                weight[rows] = product.reshape(weight[rows].shape)
+            grads["weight"] = weight
         if "bias" in spec.params:
-            grads["bias"] = backprops.flatten(2).sum(2)
+            grads["bias"] = g.flatten(3).sum((1, 3))
         return grads
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        x, g = _uses(spec, activations, backprops)
         norms = {}
         if "weight" in spec.params:
-            patches, g = _patches(spec, activations[0]), _grouped(spec, backprops)
-            groups = g.shape[1]
-            by_group = product_norm_sq(patches.flatten(0, 1), g.flatten(0, 1))
-            norms["weight"] = by_group.view(len(backprops), groups).sum(1)
+            weight = widen(g.new_zeros(len(g)))
+            for rows, patches, part in _unfolded(spec, x, g):
+                by_group = product_norm_sq(patches.flatten(0, 1), part.flatten(0, 1))
+                weight[rows] = by_group.view(part.shape[:2]).sum(1)
+            norms["weight"] = weight
         if "bias" in spec.params:
-            norms["bias"] = sum_of_squares(backprops.flatten(2).sum(2))
+            norms["bias"] = sum_of_squares(widen(g).flatten(3).sum((1, 3)))
         return norms
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
-        g = scale_rows(backprops, factors)
+        x, g = _uses(spec, activations, scale_rows(backprops, factors))
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
         grads = {}
         if "weight" in spec.params:
             options, dims = spec.options, len(spec.options["kernel"])
-            weight = _CONV_WEIGHT[dims]
-            grads["weight"] = weight(
-                _pad(spec, activations[0]),
+            grads["weight"] = _CONV_WEIGHT[dims](
+                _pad(spec, x),
                 spec.shapes["weight"],
                 g,
                 options["stride"],
@@ -81,8 +91,17 @@ class ConvRule(LayerRule):
                 options["groups"],
             )
         if "bias" in spec.params:
-            grads["bias"] = g.flatten(2).sum(2).sum(0)
+            grads["bias"] = g.flatten(2).sum((0, 2))
         return grads
+
+    def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
+        """One more dimension, after the batch, where all uses have the same shape."""
+        xs, gs = [a[0] for a, _ in uses], [g for _, g in uses]
+        if len({x.shape[1:] for x in xs}) > 1:
+            return None
+        rows = max(len(x) for x in xs)
+        x = torch.stack([pad_rows(x, rows) for x in xs], dim=1)
+        return (x,), torch.stack([pad_rows(g, rows) for g in gs], dim=1)
 
 
 _CONV_WEIGHT = {
@@ -119,25 +138,48 @@ def _pad(spec: LayerSpec, x: Tensor) -> Tensor:
     return F.pad(x, padding, mode=spec.options["mode"])
 
 
+def _uses(spec: LayerSpec, activations: Any, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """Input ``[B, U, d, ...]`` and backprops ``[B, U, p, ...]`` of U joined uses."""
+    x, rank = activations[0], 2 + len(spec.options["kernel"])
+    same_rows = x.dim() == backprops.dim() and len(x) == len(backprops)
+    if not same_rows or x.dim() not in (rank, rank + 1):
+        raise unsupported(spec, activations, backprops, "its input is not a batch")
+    if x.dim() == rank:
+        return x.unsqueeze(1), backprops.unsqueeze(1)
+    return x, backprops
+
+
+def _unfolded(
+    spec: LayerSpec, x: Tensor, backprops: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """A few samples at a time, the layer as a linear one on positions as tokens.
+
+    Yields:
+        Which samples, their patches ``[B, G, U L, (d/G) K]`` and backprops
+        ``[B, G, U L, p/G]``.
+    """
+    batch, uses, channels, *positions = backprops.shape
+    kernel, groups = spec.options["kernel"], spec.options["groups"]
+    tokens = uses * math.prod(positions)
+    step = max(1, CHUNK_ELEMENTS // max(1, tokens * x.shape[2] * math.prod(kernel)))
+    for start in range(0, batch, step):
+        rows = slice(start, min(start + step, batch))
+        g = backprops[rows].reshape(-1, uses, groups, channels // groups, tokens // uses)
+        g = g.permute(0, 2, 1, 4, 3).reshape(-1, groups, tokens, channels // groups)
+        yield rows, _patches(spec, x[rows]), g
+
+
 def _patches(spec: LayerSpec, x: Tensor) -> Tensor:
-    """Input patches ``[B, G, L, (d/G) K]`` that each output position sees."""
+    """``[B, U, d, ...] -> [B, G, U L, (d/G) K]``: what each output position sees."""
     options = spec.options
-    kernel, dims = options["kernel"], len(options["kernel"])
-    x = _pad(spec, x)
+    kernel, dims, groups = options["kernel"], len(options["kernel"]), options["groups"]
+    batch, uses, channels = x.shape[:3]
+    x = _pad(spec, x.flatten(0, 1))
     for dim in range(dims):
         span = options["dilation"][dim] * (kernel[dim] - 1) + 1
         x = x.unfold(2 + dim, span, options["stride"][dim])[..., :: options["dilation"][dim]]
-    batch, channels, groups = x.shape[0], x.shape[1], options["groups"]
-    positions = math.prod(x.shape[2 : 2 + dims])
-    x = x.reshape(batch, groups, channels // groups, positions, math.prod(kernel))
-    return x.transpose(2, 3).reshape(
-        batch, groups, positions, channels // groups * math.prod(kernel)
-    )
-
-
-def _grouped(spec: LayerSpec, backprops: Tensor) -> Tensor:
-    """``[B, p, ...] -> [B, G, L, p/G]``."""
-    batch, channels = backprops.shape[:2]
-    groups = spec.options["groups"]
-    positions = math.prod(backprops.shape[2:])
-    return backprops.reshape(batch, groups, channels // groups, positions).transpose(2, 3)
+    tokens = math.prod(x.shape[2 : 2 + dims])
+    width = channels // groups
+    x = x.reshape(batch, uses, groups, width, tokens, math.prod(kernel))
+    x = x.permute(0, 2, 1, 4, 3, 5)  # [B, G, U, L, d/G, K]
+    return x.reshape(batch, groups, uses * tokens, width * math.prod(kernel))

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.reference import table_norm_sq, widen
-from opacus.core.rules.base import LayerRule, Use, as_tokens, join_tokens, scale_rows
+from opacus.core.rules.base import (
+    LayerRule,
+    Use,
+    join_tokens,
+    scale_rows,
+    tokens_of,
+    unsupported,
+)
 from opacus.core.spec import LayerSpec
 
 
@@ -24,25 +31,21 @@ class EmbeddingRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        ids, g = _lookups(spec, activations[0], backprops)
-        batch, tokens, d = g.shape
-        rows, _ = spec.shapes["weight"]
-        # Accumulated wide: a token may occur often.
-        grad = widen(g.new_zeros(batch * rows, d))
-        places = ids + rows * torch.arange(batch, device=ids.device)[:, None]
-        grad.index_add_(0, places.reshape(-1), widen(g).reshape(batch * tokens, d))
-        return {"weight": grad.view(batch, rows, d).to(g.dtype)}
+        grad = _per_sample(spec, *self._lookups(spec, activations, backprops), len(backprops))
+        return {"weight": grad.to(backprops.dtype)}
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        return {"weight": table_norm_sq(*_lookups(spec, activations[0], backprops))}
+        lookups = self._lookups(spec, activations, backprops)
+        return {"weight": table_norm_sq(*lookups, len(backprops))}
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
+        ids, g = tokens_of(spec, activations, scale_rows(backprops, factors), (0, 1))
         padding = spec.options["padding_idx"]
         grad = torch.ops.aten.embedding_dense_backward(
-            scale_rows(backprops, factors),
-            activations[0],
+            g,
+            ids,
             spec.shapes["weight"][0],
             -1 if padding is None else padding,
             False,
@@ -53,9 +56,21 @@ class EmbeddingRule(LayerRule):
         ids, g = join_tokens([(a[0], b) for a, b in uses], (0, 1))
         return (ids,), g
 
+    def _lookups(
+        self, spec: LayerSpec, activations: Any, backprops: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, sample and gradient of each lookup; the padding row's gradient is zero."""
+        ids, g = tokens_of(spec, activations, backprops, (0, 1))
+        padding = spec.options["padding_idx"]
+        if padding is not None:
+            g = g.masked_fill((ids == padding)[..., None], 0.0)
+        return ids.reshape(-1), _samples(ids), g.flatten(0, 1)
+
 
 class EmbeddingBagRule(LayerRule):
     """Sums or means of table rows; ``offsets`` or a two-dimensional input say which."""
+
+    row_by_row = False
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.EmbeddingBag)
@@ -71,48 +86,65 @@ class EmbeddingBagRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        ids, bags, weights = self._entries(spec, activations, backprops)
-        rows, d = spec.shapes["weight"]
-        batch = backprops.shape[0]
-        entries = widen(backprops)[bags] * weights[:, None]
-        grad = widen(backprops.new_zeros(batch * rows, d))
-        grad.index_add_(0, bags * rows + ids, entries)
-        return {"weight": grad.view(batch, rows, d).to(backprops.dtype)}
+        grad = _per_sample(spec, *self._lookups(spec, activations, backprops), len(backprops))
+        return {"weight": grad.to(backprops.dtype)}
 
-    def _entries(
+    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        lookups = self._lookups(spec, activations, backprops)
+        return {"weight": table_norm_sq(*lookups, len(backprops))}
+
+    def weighted_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
+    ) -> dict[str, Tensor]:
+        scaled = scale_rows(backprops, factors)
+        rows, _, values = self._lookups(spec, activations, scaled)
+        grad = values.new_zeros(spec.shapes["weight"]).index_add_(0, rows, values)
+        return {"weight": grad.to(backprops.dtype)}
+
+    def _lookups(
         self, spec: LayerSpec, activations: Any, backprops: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, bag and weight of each lookup, flattened."""
+        """Row, bag and gradient (at least fp32) of each lookup, flattened."""
         ids, *rest = activations
-        bags = self._bags(spec, ids, rest, backprops.shape[0])
+        bags = self._bags(spec, activations, backprops)
         ids = ids.reshape(-1)
-        given = [t for t in rest if t.is_floating_point()]
-        weights = widen(given[0].reshape(-1) if given else backprops.new_ones(ids.numel()))
+        given = [t.reshape(-1) for t in rest if t.is_floating_point()]
+        weights = widen(given[0] if given else backprops.new_ones(len(ids)))
         padding = spec.options["padding_idx"]
-        if padding is not None:
-            weights = weights.masked_fill(ids == padding, 0.0)
+        counts = torch.ones_like(weights) if padding is None else (ids != padding).to(weights)
+        weights = weights * counts
         if spec.options["mode"] == "mean":
-            counted = torch.ones_like(weights) if padding is None else (ids != padding).to(weights)
-            sizes = counted.new_zeros(backprops.shape[0]).index_add_(0, bags, counted)
+            sizes = counts.new_zeros(len(backprops)).index_add_(0, bags, counts)
             weights = weights / sizes.clamp(min=1)[bags]
-        return ids, bags, weights
+        return ids, bags, widen(backprops)[bags] * weights[:, None]
 
-    def _bags(self, spec: LayerSpec, ids: Tensor, rest: list[Tensor], batch: int) -> Tensor:
-        if ids.dim() == 2:
-            rows = torch.arange(batch, device=ids.device)
-            return rows[:, None].expand(batch, ids.shape[1]).reshape(-1)
-        offsets = next(t for t in rest if not t.is_floating_point())
-        places = torch.arange(ids.shape[0], device=ids.device)
-        return torch.bucketize(places, offsets[:batch], right=True) - 1
+    def _bags(self, spec: LayerSpec, activations: Any, backprops: Tensor) -> Tensor:
+        """``[N]`` bag of each lookup."""
+        ids, *rest = activations
+        if ids.dim() == 2 and len(ids) == len(backprops):
+            return _samples(ids)
+        offsets = [t for t in rest if not t.is_floating_point()]
+        bags = len(offsets[0]) - spec.options["include_last_offset"] if offsets else -1
+        if bags != len(backprops):
+            raise unsupported(spec, activations, backprops, "its bags are not the samples")
+        places = torch.arange(len(ids), device=ids.device)
+        return torch.bucketize(places, offsets[0][:bags].long(), right=True) - 1
 
 
-def _lookups(spec: LayerSpec, ids: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, T]`` and ``[B, T, d]``, without the padding row's share."""
-    ids, g = as_tokens(ids, 0), as_tokens(backprops)
-    padding = spec.options["padding_idx"]
-    if padding is not None:
-        g = g.masked_fill((ids == padding)[..., None], 0.0)
-    return ids, g
+def _samples(ids: Tensor) -> Tensor:
+    """``[B, T] -> [B T]``, the sample of each entry."""
+    samples = torch.arange(len(ids), device=ids.device)
+    return samples[:, None].expand(ids.shape).reshape(-1)
+
+
+def _per_sample(
+    spec: LayerSpec, rows: Tensor, samples: Tensor, values: Tensor, batch: int
+) -> Tensor:
+    """``[B, V, d]`` in at least fp32, since a row may be looked up often."""
+    table, d = spec.shapes["weight"]
+    grad = widen(values.new_zeros(batch * table, d))
+    grad.index_add_(0, samples * table + rows, widen(values))
+    return grad.view(batch, table, d)
 
 
 def _refuse(module: nn.Embedding | nn.EmbeddingBag) -> None:

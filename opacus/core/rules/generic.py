@@ -18,12 +18,17 @@ from opacus.core.spec import LayerSpec
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: what it was given, and its own tensors at that time."""
+    """One call of a module: what it was given, and its own tensors at that time.
+
+    Tensors among the arguments are batch first; ``batch_dim`` is where the module wants
+    the batch.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    batch_dim: int = 0
 
 
 class GenericRule(LayerRule):
@@ -62,10 +67,11 @@ class GenericRule(LayerRule):
         def one_sample(inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
             filled = list(leaves)
             for i, tensor in zip(split, inputs, strict=True):
-                filled[i] = tensor.unsqueeze(0)
+                filled[i] = _as_batch(tensor, activations.batch_dim)
             args, kwargs = tree_unflatten(filled, tree)
             run = self._runner(activations, args, kwargs)
-            return self._pull_back(spec, run, own, tuple(g.unsqueeze(0) for g in grads))
+            batches = tuple(_as_batch(g, activations.batch_dim) for g in grads)
+            return self._pull_back(spec, run, own, batches)
 
         inputs = tuple(leaves[i] for i in split)
         with self._precision(own, inputs):
@@ -124,6 +130,11 @@ class GenericRule(LayerRule):
         if len(low) == 1 and wide:
             return torch.autocast(inputs[0].device.type, dtype=low.pop())
         return nullcontext()
+
+
+def _as_batch(sample: Tensor, dim: int) -> Tensor:
+    """One sample as a batch of one."""
+    return sample.unsqueeze(min(dim, sample.dim()))
 
 
 def _has_rows(value: Any, batch: int) -> bool:

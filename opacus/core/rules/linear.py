@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.reference import product_norm_sq, sum_of_squares, widen
-from opacus.core.rules.base import LayerRule, Use, as_tokens, join_tokens, scale_rows
+from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
 
 
@@ -19,7 +19,7 @@ class LinearRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        x, g = as_tokens(activations[0]), as_tokens(backprops)
+        x, g = tokens_of(spec, activations, backprops, (1, 1))
         grads = {}
         if "weight" in spec.params:
             grads["weight"] = torch.bmm(g.transpose(1, 2), x)
@@ -28,7 +28,7 @@ class LinearRule(LayerRule):
         return grads
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        x, g = as_tokens(activations[0]), as_tokens(backprops)
+        x, g = tokens_of(spec, activations, backprops, (1, 1))
         norms = {}
         if "weight" in spec.params:
             norms["weight"] = product_norm_sq(x, g)
@@ -39,10 +39,11 @@ class LinearRule(LayerRule):
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
-        g = as_tokens(scale_rows(backprops, factors)).flatten(0, 1)
+        x, g = tokens_of(spec, activations, scale_rows(backprops, factors), (1, 1))
+        g = g.flatten(0, 1)
         grads = {}
         if "weight" in spec.params:
-            grads["weight"] = g.t() @ as_tokens(activations[0]).flatten(0, 1)
+            grads["weight"] = g.t() @ x.flatten(0, 1)
         if "bias" in spec.params:
             grads["bias"] = g.sum(0)
         return grads

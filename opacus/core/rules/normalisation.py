@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opacus.core.kernels.reference import widen
-from opacus.core.rules.base import LayerRule, Use, as_tokens, join_tokens
+from opacus.core.rules.base import LayerRule, Use, join_tokens, tokens_of, unsupported
 from opacus.core.spec import LayerSpec
 
 
@@ -24,13 +23,13 @@ class TrailingNormRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        x, dims = activations[0], len(spec.options["shape"])
+        dims = len(spec.options["shape"])
+        x, g = tokens_of(spec, activations, backprops, (dims, dims))
         grads = {}
         if "weight" in spec.params:
-            product = widen(backprops) * self.normalise(spec, widen(x))
-            grads["weight"] = as_tokens(product, dims).sum(1)
+            grads["weight"] = (widen(g) * self.normalise(spec, widen(x))).sum(1)
         if "bias" in spec.params:
-            grads["bias"] = as_tokens(widen(backprops), dims).sum(1)
+            grads["bias"] = widen(g).sum(1)
         return grads
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
@@ -55,10 +54,8 @@ class RMSNormRule(TrailingNormRule):
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.RMSNorm)
-        weight = module.weight
-        default = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
-        eps = default if module.eps is None else module.eps
-        return {"shape": tuple(module.normalized_shape), "eps": eps}
+        # Without one torch takes the machine epsilon of the wide type it computes in.
+        return {"shape": tuple(module.normalized_shape), "eps": module.eps}
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         return F.rms_norm(x, spec.options["shape"], eps=spec.options["eps"])
@@ -85,10 +82,13 @@ class ChannelNormRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        g = widen(backprops)
+        x, g = activations[0], widen(backprops)
+        channels = spec.shapes[spec.params[0]]
+        if x.shape != g.shape or x.shape[1:2] != channels:
+            raise unsupported(spec, activations, backprops, "its input is not [B, C, ...]")
         grads = {}
         if "weight" in spec.params:
-            product = g * self.normalise(spec, widen(activations[0]))
+            product = g * self.normalise(spec, widen(x))
             grads["weight"] = _over_positions(product)
         if "bias" in spec.params:
             grads["bias"] = _over_positions(g)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opacus.core.rules.base import LayerRule
+from opacus.core.rules.base import LayerRule, unsupported
 from opacus.core.spec import LayerSpec
 
 
@@ -16,4 +16,6 @@ class SequenceBiasRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        return {"bias": backprops[:, -1]}
+        if backprops.dim() != 3:
+            raise unsupported(spec, activations, backprops, "its output is not [B, T + 1, d]")
+        return {"bias": backprops[:, -1]} if "bias" in spec.params else {}
