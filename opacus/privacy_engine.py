@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -19,13 +19,15 @@ from opacus.checkpoint import load_training_state, save_training_state
 from opacus.core.modes import Mode, mode_of
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
-from opacus.data_loader import DPDataLoader, switch_generator
+from opacus.data_loader import DPDataLoader, matching_sample_rate, switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.utils.sharding import shard_data_loader
+from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
 
@@ -57,8 +59,7 @@ class PrivacyEngine:
         self.secure_rng: torch.Generator | None = None
         self.dataset: Dataset[Any] | None = None
         if secure_mode:
-            self.secure_rng = torch.Generator()
-            self.secure_rng.manual_seed(int.from_bytes(os.urandom(8), "big") >> 1)
+            self.secure_rng = SystemGenerator()
 
     # --- make private ---
 
@@ -120,7 +121,6 @@ class PrivacyEngine:
         distributed = is_fsdp(module) or isinstance(
             module, (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
         )
-        _warn_if_not_distributed(data_loader, distributed, poisson_sampling)
         generator = self.secure_rng if self.secure_mode else noise_generator
         model_kwargs = {k: kwargs.pop(k) for k in _MODEL_KEYWORDS & kwargs.keys()}
         loss_kwargs = {k: kwargs.pop(k) for k in self._criterion_keywords & kwargs.keys()}
@@ -212,7 +212,7 @@ class PrivacyEngine:
                 stacklevel=2,
             )
         self._check_dataset(data_loader)
-        rate = 1 / len(data_loader)
+        rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -290,12 +290,17 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             loss_reduction=loss_reduction,
         )
+        if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
+            raise ValueError(
+                "max_grad_norm must be one number, or a list with one number for each trainable "
+                f"parameter if clipping='per_layer'; got {max_grad_norm!r} with "
+                f"clipping={clipping!r}"
+            )
         if noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
         if isinstance(optimizer, DPOptimizer):
             raise ValueError(
-                "the optimizer is private already: pass the plain one, "
-                "optimizer.original_optimizer"
+                "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
             )
         if isinstance(module, AbstractGradSampleModule):
             raise ValueError(
@@ -362,6 +367,8 @@ class PrivacyEngine:
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
             )
+        if distributed:
+            data_loader = shard_data_loader(data_loader)
         if self.secure_mode:
             return switch_generator(data_loader=data_loader, generator=self.secure_rng)
         return data_loader
@@ -524,19 +531,4 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
             "the optimizer from module.parameters(), after the module has been fixed, moved and "
             "sharded"
-        )
-
-
-def _warn_if_not_distributed(
-    data_loader: DataLoader[Any], distributed: bool, poisson_sampling: bool
-) -> None:
-    if not distributed or poisson_sampling or dist.get_world_size() == 1:
-        return
-    if not isinstance(getattr(data_loader, "sampler", None), DistributedSampler):
-        warnings.warn(
-            "the model is distributed, but the data loader has no DistributedSampler and "
-            "poisson_sampling is off: every rank would draw from the whole data set, and a sample "
-            "that several ranks hold counts several times. Use poisson_sampling=True or a "
-            "DistributedSampler",
-            stacklevel=3,
         )

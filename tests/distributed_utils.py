@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 SEED = 0
 # A rank that waits for a peer which has already failed gets this long before it is ended.
@@ -39,15 +40,16 @@ class DistributedTestError(AssertionError):
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, backend: str = "gloo"
 ) -> list[Any]:
-    """Calls `fn(rank, world_size, *args)` in `world_size` gloo processes.
+    """Calls `fn(rank, world_size, *args)` in `world_size` processes.
 
     Args:
         fn: a module-level function (spawned processes import it by name).
         world_size: number of processes.
         *args: further arguments of `fn`, picklable.
         timeout: seconds, start-up included, after which the run counts as a hang.
+        backend: "gloo", or "nccl" with one GPU a rank, which is the default device there.
 
     Returns:
         What `fn` returned, one entry a rank, in rank order.
@@ -61,7 +63,9 @@ def run_distributed(
         deadline = time.time() + timeout
         # Not daemons: those may not have children, and data loader workers are children.
         processes = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, deadline, args))
+            context.Process(
+                target=_rank_main, args=(fn, rank, world_size, folder, deadline, args, backend)
+            )
             for rank in range(world_size)
         ]
         with _single_threaded_children():
@@ -95,21 +99,26 @@ def _rank_main(
     folder: str,
     deadline: float,
     args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     with open(f"{folder}/stack{rank}", "w") as stacks:
         time_left = max(0.1, deadline - time.time())
         faulthandler.dump_traceback_later(time_left, file=stacks)
         torch.set_num_threads(1)
         torch.manual_seed(SEED)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+            torch.set_default_device("cuda")
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(hours=1),  # a hang is to be dumped, not to become an error
             )
-            _write(Path(folder, f"result{rank}"), fn(rank, world_size, *args))
+            result = fn(rank, world_size, *args)
+            _write(Path(folder, f"result{rank}"), _to_cpu(result))
             dist.barrier()
         except BaseException:
             _write(Path(folder, f"error{rank}"), traceback.format_exc())
@@ -117,6 +126,11 @@ def _rank_main(
             os._exit(1)
         faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
+
+
+def _to_cpu(value: Any) -> Any:
+    """The parent compares on the CPU."""
+    return tree_map_only(torch.Tensor, lambda t: t.cpu(), value)
 
 
 def _write(path: Path, value: Any) -> None:

@@ -57,15 +57,11 @@ def per_sample_gradients(model: nn.Module, loss_fn: SampleLoss, batch: Any) -> d
     """
     model, batch = copy.deepcopy(model).double(), to_double(batch)
     names, parameters = trainable(model)
-    rows = [
-        torch.autograd.grad(
-            loss_fn(model, sample(batch, i)).sum(),
-            parameters,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for i in range(batch_size(batch))
-    ]
+    rows = []
+    for i in range(batch_size(batch)):
+        loss = loss_fn(model, sample(batch, i)).sum()
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        rows.append([grad.to_dense() for grad in grads])
     if not rows:
         return {n: p.new_zeros(0, *p.shape) for n, p in zip(names, parameters, strict=True)}
     return {

@@ -178,7 +178,8 @@ PROBLEMS: dict[str, Problem] = {
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of a problem, always with the same weights for the same seed."""
     torch.manual_seed(seed)
-    return PROBLEMS[name].model().to(dtype)
+    with torch.device("cpu"):  # the same weights on every device
+        return PROBLEMS[name].model().to(dtype)
 
 
 def criterion(name: str, reduction: str = "mean") -> Any:

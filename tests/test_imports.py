@@ -95,7 +95,9 @@ def test_import_is_silent_and_installs_no_handler() -> None:
 
 
 def test_import_costs_little_more_than_torch() -> None:
-    code = "import time, torch; t = time.perf_counter(); import opacus; print(time.perf_counter() - t)"
+    code = (
+        "import time, torch; t = time.perf_counter(); import opacus; print(time.perf_counter() - t)"
+    )
     assert min(float(run(code)) for _ in range(3)) < 1.5
 
 

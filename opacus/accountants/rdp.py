@@ -20,7 +20,7 @@ class RDPAccountant(IAccountant):
     `PRVAccountant`, most of all for few steps.
     """
 
-    DEFAULT_ALPHAS = list(analysis.DEFAULT_ORDERS)
+    DEFAULT_ALPHAS: ClassVar[list[float]] = list(analysis.DEFAULT_ORDERS)
 
     def get_privacy_spent(
         self, *, delta: float, alphas: Sequence[float] | None = None

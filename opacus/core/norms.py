@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares
 from opacus.core.recorder import Layer, Record
@@ -15,6 +16,8 @@ from opacus.core.spec import LayerSpec
 # Records of at most this many elements are stacked and handled in one batched
 # call: launches, not arithmetic, are what small layers cost.
 GROUP_ELEMENTS = 1 << 20
+# Most elements that are stacked for one such call.
+STACK_ELEMENTS = 1 << 24
 # Elements of per-sample gradients formed at once where they have to be summed
 # over several uses (weight tying) before their norm is taken.
 CHUNK_ELEMENTS = 1 << 26
@@ -88,10 +91,12 @@ class NormLedger:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         waiting, self._waiting, self._held_bytes = self._waiting, [], 0
         shared = [r for r in waiting if r.layer.shared]
-        for records in _by_shape(r for r in waiting if not r.layer.shared and not r.reused):
+        by_layer = _by_layer(r for r in waiting if not r.layer.shared)
+        for records in _by_shape(uses[0] for uses in by_layer if len(uses) == 1):
             self._compute(records)
-        for records in _by_layer(r for r in waiting if not r.layer.shared and r.reused):
-            self._compute_uses(records)
+        for uses in by_layer:
+            if len(uses) > 1:
+                self._compute_uses(uses)
         if shared:
             self._compute_shared(shared)
         for owner in self.formed.keys() - self._norm_sq.keys():
@@ -134,8 +139,6 @@ class NormLedger:
     def _compute_uses(self, records: Sequence[Record]) -> None:
         """Several uses of one layer: the norm of the sum of their gradients."""
         layer, spec = records[0].layer, records[0].spec
-        if len(records) == 1:
-            return self._compute(records)
         joined = layer.rule.join(spec, [(r.activations, r.backprops) for r in records])
         if joined is None:
             return self._compute_shared(records)
@@ -148,7 +151,7 @@ class NormLedger:
         largest = max((_largest_parameter(r.spec) for r in records), default=1)
         rows = max(1, CHUNK_ELEMENTS // max(1, largest))
         parts: dict[str, list[Tensor]] = {}
-        for start in range(0, self.batch, rows):
+        for start in range(0, max(1, self.batch), rows):  # once for an empty batch
             for name, grad in self._summed(records, start, min(start + rows, self.batch)).items():
                 parts.setdefault(name, []).append(sum_of_squares(grad))
         for name, values in parts.items():
@@ -162,7 +165,7 @@ class NormLedger:
             for local, grad in _per_sample_grad(record, start, stop).items():
                 owner = record.layer.owners[local]
                 total[owner] = add_rows(total[owner], grad) if owner in total else grad
-        return {owner: pad_rows(grad, stop - start) for owner, grad in total.items()}
+        return total
 
     def _add(self, layer: Layer, local: str, norm_sq: Tensor) -> None:
         self._accumulate(layer.owners[local], norm_sq)
@@ -226,20 +229,12 @@ def check_rows(record: Record, batch: int) -> None:
 
 
 def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]:
-    if _row_by_row(record):
+    if record.layer.rule.by_rows(record.activations, record.batch):
         activations: Any = tuple(a[start:stop] for a in record.activations)
         backprops = record.backprops[start:stop]
         return record.layer.rule.per_sample_grad(record.spec, activations, backprops)
     grads = record.layer.rule.per_sample_grad(record.spec, record.activations, record.backprops)
     return {name: grad[start:stop] for name, grad in grads.items()}
-
-
-def _row_by_row(record: Record) -> bool:
-    """Whether row i of every activation belongs to sample i."""
-    activations = record.activations
-    return isinstance(activations, tuple) and all(
-        a.dim() > 0 and a.shape[0] == record.batch for a in activations
-    )
 
 
 def _by_layer(records: Iterable[Record]) -> list[list[Record]]:
@@ -250,26 +245,32 @@ def _by_layer(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of different layers in groups that one batched call can handle."""
     groups: dict[Hashable, list[Record]] = {}
     for record in records:
         groups.setdefault(_group_key(record), []).append(record)
-    return list(groups.values())
+    parts = []
+    for group in groups.values():
+        size = max(1, STACK_ELEMENTS // max(1, _elements(group[0])))
+        parts += [group[i : i + size] for i in range(0, len(group), size)]
+    return parts
 
 
 def _group_key(record: Record) -> Hashable:
-    """Equal for records that one batched call can handle; unique for large ones."""
-    alone = not _row_by_row(record) or not isinstance(record.backprops, Tensor)
-    if alone or _elements(record) > GROUP_ELEMENTS:
+    """Equal for records that can be stacked; unique for large ones and for odd ones."""
+    rule, activations, backprops = record.layer.rule, record.activations, record.backprops
+    by_rows = rule.by_rows(activations, record.batch) and isinstance(backprops, Tensor)
+    if not by_rows or _elements(record) > GROUP_ELEMENTS:
         return id(record)
     spec = record.spec
-    tensors = (*record.activations, record.backprops)
-    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    shapes = tuple((t.shape, t.dtype, t.device) for t in (*activations, backprops))
     options = tuple(sorted((k, repr(v)) for k, v in spec.options.items()))
-    return (id(record.layer.rule), spec.params, tuple(spec.shapes.items()), options, shapes)
+    return (id(rule), spec.params, tuple(spec.shapes.items()), options, shapes)
 
 
 def _elements(record: Record) -> int:
-    return sum(t.numel() for t in (*record.activations, record.backprops))
+    tensors = (record.activations, record.backprops)
+    return sum(t.numel() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
 def _bytes_of(record: Record) -> int:

@@ -88,9 +88,15 @@ class DPRNNBase(RenameParamsMixin, nn.Module):
         if self.proj_size:
             options["proj_size"] = self.proj_size
         inner = self.num_directions * (self.proj_size or self.hidden_size)
-        for index, name in enumerate(self._cell_names()):
-            width = self.input_size if index < self.num_directions else inner
-            setattr(self, name, self.cell_type(width, self.hidden_size, self.bias, **options))
+        self.cells = [
+            self.cell_type(
+                self.input_size if index < self.num_directions else inner,
+                self.hidden_size,
+                self.bias,
+                **options,
+            )
+            for index in range(self.num_layers * self.num_directions)
+        ]
         self.set_rename_map(
             {
                 f"{name}.{layer}.{kind}": f"{kind}_{layer}_{name}"
@@ -105,6 +111,11 @@ class DPRNNBase(RenameParamsMixin, nn.Module):
     def cells(self) -> list[DPRNNCellBase]:
         """The cells: layer by layer, forward before reverse."""
         return [getattr(self, name) for name in self._cell_names()]
+
+    @cells.setter
+    def cells(self, cells: Sequence[DPRNNCellBase]) -> None:
+        for name, cell in zip(self._cell_names(), cells, strict=True):
+            setattr(self, name, cell)
 
     def forward(
         self,

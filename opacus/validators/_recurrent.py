@@ -36,7 +36,7 @@ def convert(module: nn.RNNBase, replacement: type[D], **options: Any) -> D:
             proj_size=module.proj_size,
             **options,
         )
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         copied = parameter.detach().clone()
         setattr(new, name, nn.Parameter(copied, requires_grad=parameter.requires_grad))
     return new

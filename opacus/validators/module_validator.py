@@ -103,9 +103,13 @@ class ModuleValidator:
 
         Raises:
             TypeError: No fixer has such an option.
-            ValueError: A layer is not initialised yet, or options contradict each other.
+            ValueError: A layer is not initialised yet, options contradict each other, or a tie
+                cannot be kept.
         """
         cls._check_options(kwargs)
+        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise ValueError(f"{lazy} have no values yet; run the model once before it is fixed")
         clone = clone_module(module)
         ties = Ties(clone)
         replaced: dict[nn.Module, nn.Module] = {}
@@ -148,11 +152,6 @@ class ModuleValidator:
             return None
         if not requires_grad(module, recurse=True) and not _keeps_statistics(module):
             return None
-        if any(is_lazy(parameter) for parameter in module.parameters()):
-            raise ValueError(
-                f"'{name}' ({type(module).__name__}) has no parameters yet; run the model once "
-                "before it is fixed"
-            )
         new = fixer(module, **{k: v for k, v in options.items() if _takes(fixer, k)})
         if new is module:
             return None
@@ -170,9 +169,10 @@ def _lookup(
     table: Mapping[type[nn.Module], T], module: nn.Module, *, same_forward: bool = False
 ) -> T | None:
     """The entry for the class of ``module`` or its nearest base; see the Note above."""
-    for base in type(module).__mro__:
+    kind = getattr(module, "cls_to_become", None) or type(module)  # modules that are still lazy
+    for base in kind.__mro__:
         if base in table:
-            unchanged = getattr(type(module), "forward", None) is getattr(base, "forward", None)
+            unchanged = getattr(kind, "forward", None) is getattr(base, "forward", None)
             return table[base] if unchanged or not same_forward else None
     return None
 
@@ -180,8 +180,12 @@ def _lookup(
 def _named(error: Exception, name: str, module: nn.Module) -> Exception:
     """``error`` with a message that starts with the name of the module."""
     message, *rest = error.args or ("",)
-    error.args = (f"'{name}' ({type(module).__name__}): {message}", *rest)
+    error.args = (f"{_shown(name, module)}: {message}", *rest)
     return error
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{repr(name) if name else 'the model itself'} ({type(module).__name__})"
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -197,9 +201,9 @@ def _mixes_samples(module: nn.Module) -> bool:
 
 def _warn_of_mixing(name: str, module: nn.Module) -> None:
     warnings.warn(
-        f"'{name}' ({type(module).__name__}) has no trainable parameters, but normalises by "
-        "statistics of the batch: the gradient of a sample then depends on the others, and "
-        "differential privacy does not hold. Put it in eval mode or replace it",
+        f"{_shown(name, module)} has no trainable parameters, but normalises by statistics of "
+        "the batch: the gradient of a sample then depends on the others, and differential "
+        "privacy does not hold. Put it in eval mode or replace it",
         stacklevel=4,
     )
 

@@ -38,7 +38,7 @@ def fix(module: nn.MultiheadAttention) -> DPMultiheadAttention:
             vdim=module.vdim,
             batch_first=module.batch_first,
         )
-    for torch_name, parameter in module.named_parameters():
+    for torch_name, parameter in module.named_parameters(remove_duplicate=False):
         for name, part in split_torch_parameter(torch_name, parameter.detach()).items():
             path, _, local = name.rpartition(".")
             copied = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)

@@ -35,7 +35,7 @@ class Ties:
     def __init__(self, model: nn.Module) -> None:
         places: dict[nn.Parameter, list[Place]] = {}
         for path, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 shown = f"{path}.{name}" if path else name
                 places.setdefault(parameter, []).append(Place(module, name, shown))
         self._groups = [group for group in places.values() if len(group) > 1]

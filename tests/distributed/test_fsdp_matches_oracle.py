@@ -31,9 +31,17 @@ SPLITS = {
 
 
 def loader(name: str) -> DataLoader[Any]:
-    data = TensorDataset(*PROBLEMS[name].batch(B))
+    data = TensorDataset(*batch_here(name))
     sampler = DistributedSampler(data, shuffle=False)
     return DataLoader(data, batch_size=B, sampler=sampler)
+
+
+def batch_here(name: str) -> tuple[Tensor, Tensor]:
+    """The batch as drawn on the CPU, on this rank's device."""
+    with torch.device("cpu"):
+        inputs, targets = PROBLEMS[name].batch(B)
+    device = torch.get_default_device()
+    return inputs.to(device), targets.to(device)
 
 
 def wrap(model: nn.Module, how: str) -> nn.Module:
@@ -81,7 +89,7 @@ def train(rank: int, case: Case, clip: float) -> dict[str, Any]:
     """A few steps on one batch; gradients of the first one, norms, final parameters."""
     os.environ["OPACUS_USE_DEFERRED_NORM"] = "1" if case.deferred else "0"
     name, reduction = case.name, case.reduction
-    model = wrap(build(name), case.how)
+    model = wrap(build(name).to(torch.get_default_device()), case.how)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     out = PrivacyEngine().make_private(
         module=model,
@@ -95,7 +103,7 @@ def train(rank: int, case: Case, clip: float) -> dict[str, Any]:
         grad_sample_mode=case.mode,
     )
     private, dp_optimizer = out[0], out[1]
-    inputs, targets = PROBLEMS[name].batch(B)
+    inputs, targets = batch_here(name)
     start = sum(case.sizes[:rank])
     rows = slice(start, start + case.sizes[rank])
     result: dict[str, Any] = {}
@@ -170,13 +178,15 @@ def cases_of(world_size: int) -> list[Case]:
 
 
 @functools.cache
-def results_of(world_size: int) -> dict[Case, tuple[float, list[dict[str, Any]]]]:
+def results_of(
+    world_size: int, backend: str = "gloo"
+) -> dict[Case, tuple[float, list[dict[str, Any]]]]:
     """Run all cases of a world size, once."""
     pairs = []
     for case in cases_of(world_size):
         _, norms = oracle(case.name, *PROBLEMS[case.name].batch(B), 1.0)
         pairs.append((case, norms.median().item()))
-    ranks = run_distributed(run_cases, world_size, pairs, timeout=180)
+    ranks = run_distributed(run_cases, world_size, pairs, timeout=240, backend=backend)
     return {case: (clip, [rank[i] for rank in ranks]) for i, (case, clip) in enumerate(pairs)}
 
 
@@ -193,6 +203,13 @@ def test_three_ranks(case: Case) -> None:
 @pytest.mark.parametrize("case", cases_of(4), ids=str)
 def test_four_ranks(case: Case) -> None:
     check(case, *results_of(4)[case])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", cases_of(2), ids=str)
+def test_two_gpus(case: Case) -> None:
+    check(case, *results_of(2, "nccl")[case])
 
 
 def collectives(rank: int, world_size: int) -> list[tuple[int, int, bool]]:

@@ -29,8 +29,8 @@ def noise_of_all(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
 
 
 @functools.cache
-def results_of(world_size: int) -> list[dict[tuple[str, str], Any]]:
-    return run_distributed(noise_of_all, world_size, timeout=120)
+def results_of(world_size: int, backend: str = "gloo") -> list[dict[tuple[str, str], Any]]:
+    return run_distributed(noise_of_all, world_size, timeout=120, backend=backend)
 
 
 def noise_of(world_size: int, mode: str, reduction: str, steps: int) -> dict[str, Any]:
@@ -71,7 +71,21 @@ def correlation(a: Tensor, b: Tensor) -> float:
     "mode,world_size", [("hooks", 2), ("ghost", 2), ("ghost_fsdp", 2), ("ghost_fsdp", 4)]
 )
 def test_scale_and_independence(mode: str, world_size: int, reduction: str) -> None:
-    results = [result[mode, reduction] for result in results_of(world_size)]
+    check_noise(results_of(world_size), mode, world_size, reduction)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
+def test_scale_and_independence_on_gpus(mode: str, reduction: str) -> None:
+    check_noise(results_of(2, "nccl"), mode, 2, reduction)
+
+
+def check_noise(
+    ranks: list[dict[tuple[str, str], Any]], mode: str, world_size: int, reduction: str
+) -> None:
+    results = [result[mode, reduction] for result in ranks]
     want = SIGMA * CLIP / (LOCAL * world_size if reduction == "mean" else 1)
     for result in results:
         torch.testing.assert_close(result["grads"], results[0]["grads"])  # one logical gradient

@@ -142,8 +142,7 @@ def _slots(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     """Batched product with an fp32 result (fp64 for fp64) and no half-precision rounding."""
-    if left.dtype in (torch.float32, torch.float64):
-        return torch.bmm(left, right)
-    if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left.float(), right.float())
+    with torch.autocast(left.device.type, enabled=False):  # the backward pass may run under it
+        if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+            return torch.bmm(left, right, out_dtype=torch.float32)
+        return torch.bmm(widen(left), widen(right))

@@ -47,14 +47,22 @@ RULES: dict[type[nn.Module], LayerRule] = {
 }
 
 # Hugging Face gives each model family its own class; they are known by name, so that
-# nothing has to be imported.
+# nothing has to be imported. A name is here only after its formula was checked.
 HUGGING_FACE_RMS_NORMS = frozenset(
     f"{family}RMSNorm"
     for family in (
-        "Llama", "Llama4Text", "Mistral", "Mixtral", "Ministral", "Qwen2", "Qwen2Moe", "Qwen3",
-        "Qwen3Moe", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Olmoe", "Granite",
-        "GraniteMoe", "Cohere", "DeepseekV2", "DeepseekV3", "Glm", "Glm4", "Starcoder", "Smollm3",
-        "SmolLM3", "Jamba", "StableLm", "Helium", "Apertus",
+        "Apertus", "Arcee", "Bamba", "BitNet", "Chameleon", "Csm", "Cwm", "DeepseekV2",
+        "DeepseekV3", "DiffLlama", "Doge", "Dots1", "Emu3", "Ernie4_5", "Ernie4_5_Moe",
+        "Exaone4", "FalconH1", "FalconMamba", "FlexOlmo", "Gemma", "Gemma2", "Gemma3",
+        "Gemma3n", "Gemma4", "Glm", "Glm4", "Glm4Moe", "Glm4v", "GptOss", "Granite",
+        "GraniteMoe", "GraniteMoeHybrid", "Helium", "HunYuanDenseV1", "HunYuanMoEV1",
+        "Idefics2", "Idefics3", "Jamba", "JetMoe", "Lfm2", "Lfm2Moe", "Llama", "Llama4Text",
+        "LongcatFlash", "Mamba", "Mamba2", "MiniMax", "MiniMaxM2", "Ministral",
+        "Ministral3", "Mistral", "Mistral3", "Mistral4", "Mixtral", "MllamaText", "Moshi",
+        "NemotronH", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Phi4Multimodal", "Pixtral",
+        "Qwen2", "Qwen2Moe", "Qwen2VL", "Qwen2_5_VL", "Qwen3", "Qwen3Moe", "Qwen3Next",
+        "Qwen3_5", "Qwen3_5Moe", "RecurrentGemma", "SeedOss", "SmolLM3", "T5Gemma",
+        "VaultGemma", "Zamba", "Zamba2",
     )
 )  # fmt: skip
 _HUGGING_FACE_RULE = HuggingFaceRMSNormRule()
@@ -68,11 +76,19 @@ def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
 def rule_for(module: nn.Module) -> LayerRule:
     """The rule of a layer; the generic one if its class is not in the table."""
     kind = layer_kind(module)
+    if _has_replaced_parameters(kind, module):
+        return GenericRule(module)
     if kind in RULES:
         return RULES[kind]
     if _is_hugging_face_rms_norm(kind, module):
         return _HUGGING_FACE_RULE
     return GenericRule(module)
+
+
+def _has_replaced_parameters(kind: type[nn.Module], module: nn.Module) -> bool:
+    """Whether a layer of torch computes its weight from others (``weight_norm`` by hooks)."""
+    own = module._parameters.keys()
+    return kind.__module__.startswith("torch.nn.") and not own <= {"weight", "bias"}
 
 
 def _is_hugging_face_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.kernels.reference import sum_of_squares, widen
 from opacus.core.spec import LayerSpec
 
 # Activations and backprops of one use of a layer.
@@ -33,9 +33,6 @@ class LayerRule:
     # Whether the rule runs the layer again, so that it needs its parameters (unsharded)
     # and may draw other random numbers.
     needs_parameters: bool = False
-    # Whether row i of each activation belongs to sample i, so that activations and
-    # backprops of some samples, or of several layers, can be cut out and concatenated.
-    row_by_row: bool = True
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.
@@ -62,6 +59,16 @@ class LayerRule:
         """``sum_i factors[i] * g_i``, of the parameter's shape; ``None`` means all ones."""
         grads = self.per_sample_grad(spec, activations, scale_rows(backprops, factors))
         return {name: grad.sum(0) for name, grad in grads.items()}
+
+    def by_rows(self, activations: Any, batch: int) -> bool:
+        """Whether row i of each activation belongs to sample i.
+
+        Then activations and backprops of some samples can be cut out, and those of several
+        layers concatenated.
+        """
+        return isinstance(activations, tuple) and all(
+            a.dim() > 0 and a.shape[0] == batch for a in activations
+        )
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         """Several uses of the layer as one whose gradient is the sum of theirs.
@@ -130,12 +137,18 @@ def tokens_of(
 
 
 def scale_rows(backprops: Any, factors: Tensor | None) -> Any:
-    """Multiply row i by ``factors[i]``."""
+    """Multiply row i by ``factors[i]``.
+
+    In at least fp32: a factor that was itself rounded to bf16 could be 0.4% too large, and
+    so would be the clipped gradient.
+    """
     if factors is None:
         return backprops
     if isinstance(backprops, tuple):
         return tuple(scale_rows(b, factors) for b in backprops)
-    return backprops * factors.to(backprops.dtype).reshape(-1, *[1] * (backprops.dim() - 1))
+    column = factors.to(widen(backprops.new_empty(0)).dtype)
+    column = column.reshape(-1, *[1] * (backprops.dim() - 1))
+    return (backprops * column).to(backprops.dtype)
 
 
 def as_tokens(tensor: Tensor, feature_dims: int = 1) -> Tensor:

@@ -70,8 +70,6 @@ class EmbeddingRule(LayerRule):
 class EmbeddingBagRule(LayerRule):
     """Sums or means of table rows; ``offsets`` or a two-dimensional input say which."""
 
-    row_by_row = False
-
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.EmbeddingBag)
         _refuse(module)
@@ -82,6 +80,10 @@ class EmbeddingBagRule(LayerRule):
             "mode": module.mode,
             "include_last_offset": module.include_last_offset,
         }
+
+    def by_rows(self, activations: Any, batch: int) -> bool:
+        # With offsets the lookups are one flat list, whose length may happen to be the batch.
+        return activations[0].dim() == 2 and super().by_rows(activations, batch)
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
@@ -128,7 +130,7 @@ class EmbeddingBagRule(LayerRule):
         if bags != len(backprops):
             raise unsupported(spec, activations, backprops, "its bags are not the samples")
         places = torch.arange(len(ids), device=ids.device)
-        return torch.bucketize(places, offsets[0][:bags].long(), right=True) - 1
+        return torch.bucketize(places, offsets[0][:bags].long().contiguous(), right=True) - 1
 
 
 def _samples(ids: Tensor) -> Tensor:

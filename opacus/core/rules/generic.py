@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from opacus.core.rules.base import LayerRule, scale_rows
+from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
+from opacus.core.sharded import is_fsdp
 from opacus.core.spec import LayerSpec
+
+Tensors = tuple[Tensor, ...]
+# A module as a function of its own trainable parameters; gives its tensor outputs.
+Run = Callable[[dict[str, Tensor]], Tensors]
+# Gradient of these parameters, given those of the outputs.
+PullBack = Callable[[Run, dict[str, Tensor], Tensors], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,41 @@ class Call:
     buffers: Mapping[str, Tensor]
     batch_dim: int = 0
 
+    def split(self, batch: int) -> tuple[list[Any], list[int]]:
+        """Find the samples in the arguments.
+
+        Args:
+            batch: Number of samples B.
+
+        Returns:
+            The flattened arguments, and the places of the tensors with B rows. All
+            others are the same for every sample, and as the module wants them.
+        """
+        leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
+        places = [i for i, leaf in enumerate(leaves) if _has_rows(leaf, batch)]
+        whole = [self.restore(leaf) for leaf in leaves]
+        return [leaf if i in places else whole[i] for i, leaf in enumerate(leaves)], places
+
+    def restore(self, value: Any) -> Any:
+        """A batch-first argument or backprop as the module wants it."""
+        if self.batch_dim and isinstance(value, Tensor) and value.dim() > self.batch_dim:
+            return value.movedim(0, self.batch_dim)
+        return value
+
+    def fill(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with ``leaves`` in place of what was given."""
+        _, tree = tree_flatten((self.args, dict(self.kwargs)))
+        args, kwargs = tree_unflatten(leaves, tree)
+        return args, kwargs
+
 
 class GenericRule(LayerRule):
     """Runs ``module`` once more for each sample, as a batch of one.
 
     Only parameters that the module owns directly are differentiated; those of its
     children belong to their own rules. Tensor arguments with B rows are split into
-    samples, all others are given to every sample whole.
+    samples, all others are given to every sample whole. A module that draws random
+    numbers draws others than in the forward pass.
 
     Args:
         module: The module; its hooks must not record while the rule runs it.
@@ -50,96 +86,146 @@ class GenericRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any
     ) -> dict[str, Tensor]:
-        outputs = backprops if isinstance(backprops, tuple) else (backprops,)
-        batch = outputs[0].shape[0]
-        own = {name: activations.parameters[name] for name in spec.params}
+        call, grads = activations, _as_tuple(backprops)
+        batch = grads[0].shape[0]
+        check_batch(spec, call, backprops, batch)
+        own = {name: call.parameters[name] for name in spec.params}
         if batch == 0:
             return {name: p.new_zeros(0, *p.shape) for name, p in own.items()}
-        leaves, tree = tree_flatten((activations.args, dict(activations.kwargs)))
-        split = [i for i, leaf in enumerate(leaves) if _has_rows(leaf, batch)]
-        if not split and not all(_has_rows(leaf, 1) for leaf in leaves if isinstance(leaf, Tensor)):
-            raise ValueError(
-                f"{spec} was called without any input that has the {batch} samples of the batch "
-                "in its first dimension, so its per-sample gradients are unknown; freeze it, or "
-                "let it take the batch"
-            )
+        self._refuse_sharded_children(spec, call, backprops)
+        leaves, places = call.split(batch)
 
-        def one_sample(inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        def one_sample(pull_back: PullBack, inputs: Tensors, rows: Tensors) -> dict[str, Tensor]:
             filled = list(leaves)
-            for i, tensor in zip(split, inputs, strict=True):
-                filled[i] = _as_batch(tensor, activations.batch_dim)
-            args, kwargs = tree_unflatten(filled, tree)
-            run = self._runner(activations, args, kwargs)
-            batches = tuple(_as_batch(g, activations.batch_dim) for g in grads)
-            return self._pull_back(spec, run, own, batches)
+            for i, tensor in zip(places, inputs, strict=True):
+                filled[i] = call.restore(tensor.unsqueeze(0))
+            run = self._runner(call, *call.fill(filled))
+            return pull_back(run, own, tuple(call.restore(g.unsqueeze(0)) for g in rows))
 
-        inputs = tuple(leaves[i] for i in split)
-        with self._precision(own, inputs):
+        with _precision(call):
             try:
-                mapped = vmap(one_sample, randomness="different")
-                return mapped(inputs, outputs)  # type: ignore[no-any-return]
-            except (RuntimeError, ValueError, NotImplementedError):
-                # Not every module can be mapped (control flow on values, in-place tricks).
-                return _stack(
-                    [
-                        one_sample(tuple(t[i] for t in inputs), tuple(g[i] for g in outputs))
-                        for i in range(batch)
-                    ]
-                )
+                return _map_samples(one_sample, tuple(leaves[i] for i in places), grads)
+            except Exception as error:  # whatever the module raises
+                reason = f"it could not be run on one sample ({error})"
+                raise unsupported(spec, call, backprops, reason) from error
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
-        own = {name: activations.parameters[name] for name in spec.params}
-        scaled = scale_rows(backprops, factors)
-        grads = scaled if isinstance(scaled, tuple) else (scaled,)
-        run = self._runner(activations, activations.args, activations.kwargs)
-        return self._pull_back(spec, run, own, grads)
+        call, grads = activations, _as_tuple(scale_rows(backprops, factors))
+        own = {name: call.parameters[name] for name in spec.params}
+        if grads[0].shape[0] == 0:
+            return {name: torch.zeros_like(p) for name, p in own.items()}
+        self._refuse_sharded_children(spec, call, backprops)
+        args, kwargs = tree_map(call.restore, (call.args, dict(call.kwargs)))
+        with _precision(call):
+            run = self._runner(call, args, kwargs)
+            return _by_autograd(run, own, tuple(call.restore(g) for g in grads))
 
-    def _runner(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[dict[str, Tensor]], tuple[Tensor, ...]]:
-        constant = {n: p.detach() for n, p in self.module.named_parameters()}
-        constant |= {**call.parameters, **call.buffers}
+    def _runner(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        module = self.module
+        constant = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
+        buffers = {**dict(module.named_buffers(remove_duplicate=False)), **call.buffers}
 
         def run(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            tensors = {**constant, **parameters}
-            output = functional_call(self.module, tensors, args, dict(kwargs))
-            flat, _ = tree_flatten(output)
-            return tuple(t for t in flat if isinstance(t, Tensor) and t.is_floating_point())
+            # Modules may change buffers in place; what they see are copies.
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            tensors = {**constant, **call.parameters, **copies, **parameters}
+            # A child that shares one of the parameters has a record of its own.
+            output = functional_call(module, tensors, args, dict(kwargs), tie_weights=False)
+            return tuple(t for t in tree_leaves(output) if _differentiable(t))
 
         return run
 
-    def _pull_back(
-        self,
-        spec: LayerSpec,
-        run: Callable[[dict[str, Tensor]], tuple[Tensor, ...]],
-        parameters: dict[str, Tensor],
-        grads: tuple[Tensor, ...],
-    ) -> dict[str, Tensor]:
-        outputs, pull_back = vjp(run, parameters)  # type: ignore[misc]
-        fitting = tuple(g.reshape(o.shape).to(o.dtype) for g, o in zip(grads, outputs, strict=True))
-        return pull_back(fitting)[0]  # type: ignore[no-any-return]
+    def _refuse_sharded_children(self, spec: LayerSpec, call: Call, backprops: Any) -> None:
+        if any(is_fsdp(child) for child in self.module.modules() if child is not self.module):
+            reason = (
+                "it has parameters of its own beside modules that are sharded by themselves, "
+                "which cannot run again in the backward pass; give its parameters a module of "
+                "their own"
+            )
+            raise unsupported(spec, call, backprops, reason)
 
-    def _precision(
-        self, parameters: dict[str, Tensor], inputs: tuple[Tensor, ...]
-    ) -> AbstractContextManager[Any]:
-        """Autocast again, if the layer ran under it."""
-        low = {t.dtype for t in inputs if t.dtype in (torch.float16, torch.bfloat16)}
-        wide = any(p.dtype == torch.float32 for p in parameters.values())
-        if len(low) == 1 and wide:
-            return torch.autocast(inputs[0].device.type, dtype=low.pop())
+
+def _map_samples(
+    one_sample: Callable[[PullBack, Tensors, Tensors], dict[str, Tensor]],
+    inputs: Tensors,
+    grads: Tensors,
+) -> dict[str, Tensor]:
+    """Stacked results of ``one_sample`` on each row, all rows at once where possible."""
+    try:
+        mapped = vmap(partial(one_sample, _by_vjp), randomness="different")
+        return mapped(inputs, grads)  # type: ignore[no-any-return]
+    except Exception:
+        # Not every module can be mapped (control flow on values, NumPy, custom kernels). If
+        # the module itself is at fault, it raises again below.
+        samples = [
+            one_sample(_by_autograd, tuple(t[i] for t in inputs), tuple(g[i] for g in grads))
+            for i in range(grads[0].shape[0])
+        ]
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _by_vjp(run: Run, parameters: dict[str, Tensor], grads: Tensors) -> dict[str, Tensor]:
+    outputs, pull_back = vjp(run, parameters)  # type: ignore[misc]
+    fitting = tuple(_fit(g, output) for g, output in zip(grads, outputs, strict=True))
+    return pull_back(fitting)[0]  # type: ignore[no-any-return]
+
+
+def _by_autograd(run: Run, parameters: dict[str, Tensor], grads: Tensors) -> dict[str, Tensor]:
+    """As :func:`_by_vjp`, for one sample at a time; any ``autograd.Function`` will do."""
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    with torch.enable_grad():
+        outputs = run(leaves)
+    pairs = [(o, _fit(g, o)) for g, o in zip(grads, outputs, strict=True) if o.requires_grad]
+    if not pairs:
+        return {name: torch.zeros_like(p) for name, p in parameters.items()}
+    results = torch.autograd.grad(
+        [output for output, _ in pairs],
+        list(leaves.values()),
+        [grad for _, grad in pairs],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, results, strict=True))
+
+
+def _fit(grad: Tensor, output: Tensor) -> Tensor:
+    """Backprop in the shape and dtype of the output that the module gave this time.
+
+    Raises:
+        ValueError: It is not the gradient of that output.
+    """
+    if output.shape == grad.shape[1:] and len(grad) == 1:  # it squeezes a batch of one
+        grad = grad.squeeze(0)
+    elif output.shape == (1, *grad.shape[1:]):  # computed once for all samples
+        grad = grad.sum(0, keepdim=True)
+    elif output.shape != grad.shape:
+        raise ValueError(
+            f"its output is then {list(output.shape)}, the backprop {list(grad.shape)}: the batch "
+            "is not the first dimension of what goes in and comes out"
+        )
+    return grad.to(output.dtype)
+
+
+def _precision(call: Call) -> AbstractContextManager[Any]:
+    """Autocast again, if the module ran under it: inputs are half, its parameters not."""
+    leaves = [t for t in tree_leaves((call.args, dict(call.kwargs))) if isinstance(t, Tensor)]
+    half = {t.dtype: t for t in leaves if t.dtype in (torch.float16, torch.bfloat16)}
+    wide = any(p.dtype == torch.float32 for p in call.parameters.values())
+    if len(half) != 1 or not wide:
         return nullcontext()
+    ((dtype, tensor),) = half.items()
+    return torch.autocast(tensor.device.type, dtype=dtype)
 
 
-def _as_batch(sample: Tensor, dim: int) -> Tensor:
-    """One sample as a batch of one."""
-    return sample.unsqueeze(min(dim, sample.dim()))
+def _as_tuple(backprops: Any) -> tuple[Tensor, ...]:
+    return backprops if isinstance(backprops, tuple) else (backprops,)
 
 
-def _has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -64,6 +64,9 @@ class TensorParallelRule(LayerRule):
         grads = self.rule.weighted_grad(spec, *_local(activations, backprops), factors)
         return {n: self._as_parameter(n, g, backprops, sharded) for n, g in grads.items()}
 
+    def by_rows(self, activations: Any, batch: int) -> bool:
+        return self.rule.by_rows(activations, batch)
+
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         return self.rule.join(spec, [_whole(*use) for use in uses])
 

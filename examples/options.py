@@ -1,0 +1,211 @@
+"""Command-line options of the example, and the checks of them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models import SHAPES, local_folder
+from runtime import DEVICES, choose_device
+from text_data import SHIPPED, TASKS
+from tokenizer import KINDS
+
+MODES = ("ghost_fsdp", "ghost", "hooks")
+
+# What a resumed run must share with the one that it goes on with.
+SHARED = (
+    "task",
+    "model",
+    "tokenizer",
+    "seq_length",
+    "epochs",
+    "batch_size",
+    "epsilon",
+    "delta",
+    "max_grad_norm",
+    "lr",
+)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options from the command line, or from ``argv``."""
+    parser = argparse.ArgumentParser(
+        description="Train a small transformer on texts with differential privacy.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_data(parser)
+    _add_privacy(parser)
+    _add_training(parser)
+    _add_files(parser)
+    return parser.parse_args(argv)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data and model").add_argument
+    add("--task", choices=TASKS, default="classify", help="what to learn")
+    add("--data", default=str(SHIPPED), help="a .jsonl, .csv, .tsv or .txt file")
+    add("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a local folder")
+    add(
+        "--tokenizer",
+        choices=("auto", *KINDS),
+        default="auto",
+        help="auto: hashed words to classify, bytes for lm, its own for a model's folder",
+    )
+    add("--seq-length", type=_length, default=128, help="tokens kept of a text, at least 2")
+
+
+def _add_privacy(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("privacy").add_argument
+    add("--grad-sample-mode", choices=MODES, default=MODES[0], help="how gradients are clipped")
+    add(
+        "--deferred",
+        action=argparse.BooleanOptionalAction,
+        help="compute norms after the backward pass; if not given, OPACUS_USE_DEFERRED_NORM says",
+    )
+    add("--epsilon", type=_positive(float), default=8.0, help="privacy budget")
+    add("--delta", type=_probability, help="if not given, the smaller of 1e-5 and 1/N^1.1")
+    add("--max-grad-norm", type=_positive(float), default=1.0, help="clipping norm")
+    add("--secure-mode", action="store_true", help="randomness of the operating system; slow")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("training").add_argument
+    add("--epochs", type=_positive(int), default=8, help="passes over the data")
+    add("--batch-size", type=_positive(int), default=1024, help="expected samples a step")
+    add(
+        "--max-physical-batch-size",
+        type=_positive(int),
+        default=256,
+        help="samples that a process handles at once",
+    )
+    add("--lr", type=_positive(float), default=3e-3, help="learning rate of AdamW")
+    add("--seed", type=_seed, help="repeats a run, for tests: who knows the seed knows the noise")
+    add(
+        "--baseline",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train the model without privacy, too, to compare",
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("files and device").add_argument
+    add("--logdir", help="folder for TensorBoard")
+    add("--checkpoint", help="file to save to after each epoch")
+    add("--resume", help="checkpoint to go on from")
+    add("--device", choices=DEVICES, default="auto", help="where to run")
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid ... value"
+    return parse
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}; try 1e-5")
+    return value
+
+
+def _length(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"must be 2 or more, got {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be 0 or more and below 2^63, got {text}")
+    return value
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse what needs no data to be seen to be wrong.
+
+    Raises:
+        ValueError: It names the option.
+    """
+    choose_device(args.device)
+    _check_paths(args)
+    if args.deferred is not None and args.grad_sample_mode == "hooks":
+        raise ValueError(
+            "--deferred, --no-deferred: the mode hooks has no norm pass that could be deferred; "
+            "use --grad-sample-mode ghost or ghost_fsdp"
+        )
+    if args.secure_mode and args.seed is not None:
+        raise ValueError("--seed: does nothing under --secure-mode; leave one of them out")
+    if args.logdir and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--logdir: needs TensorBoard; pip install tensorboard")
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    if args.resume and not os.path.isfile(args.resume):
+        raise ValueError(f"--resume {args.resume}: there is no such file")
+    if args.checkpoint and not os.access(Path(args.checkpoint).absolute().parent, os.W_OK):
+        raise ValueError(f"--checkpoint {args.checkpoint}: its folder is missing or read-only")
+    if args.checkpoint and os.path.isdir(args.checkpoint):
+        raise ValueError(f"--checkpoint {args.checkpoint}: a folder, but a file is needed")
+    if args.logdir and os.path.exists(args.logdir) and not os.path.isdir(args.logdir):
+        raise ValueError(f"--logdir {args.logdir}: not a folder")
+
+
+def choose_tokenizer(args: argparse.Namespace) -> str:
+    """The kind of tokenizer that ``auto`` stands for.
+
+    Raises:
+        ValueError: The kind does not fit the task, or the model is unknown.
+    """
+    folder = local_folder(args.model)
+    kind = args.tokenizer
+    if kind == "auto":
+        own = folder is not None and any(folder.glob("tokenizer*"))
+        kind = "model" if own else {"classify": "words", "lm": "bytes"}[args.task]
+    if kind == "words" and args.task == "lm":
+        raise ValueError("--tokenizer words: hashes are no text to be modelled; use bytes for lm")
+    return kind
+
+
+def check_against_data(args: argparse.Namespace, rows: int) -> None:
+    """Fill in delta, and refuse options that do not fit ``rows`` training rows.
+
+    Raises:
+        ValueError: It names the option.
+    """
+    args.delta = args.delta or min(1e-5, rows**-1.1)
+    if args.delta >= 1 / rows:
+        raise ValueError(
+            f"--delta {args.delta} protects nobody among {rows} training rows; it must be well "
+            f"below 1/{rows}"
+        )
+    if args.batch_size > rows:
+        raise ValueError(f"--batch-size {args.batch_size}: there are {rows} training rows only")
+
+
+def shared_settings(args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Settings that a checkpoint keeps, to be compared when a run goes on."""
+    return {"training rows": rows, **{name: getattr(args, name) for name in SHARED}}
+
+
+def check_resumed(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with other settings: noise and epsilon were planned for the old ones.
+
+    Raises:
+        ValueError: It names the settings that differ.
+    """
+    differ = [f"{k} was {saved.get(k)}, is {v}" for k, v in now.items() if saved.get(k) != v]
+    if differ:
+        raise ValueError(f"--resume {path}: made with other settings ({'; '.join(differ)})")

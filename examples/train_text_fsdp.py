@@ -1,0 +1,336 @@
+"""Trains a small transformer on texts with differential privacy, on any number of processes.
+
+    torchrun --nproc_per_node=2 examples/train_text_fsdp.py --task classify --epsilon 8
+    python examples/train_text_fsdp.py --task lm --data letters.txt --grad-sample-mode ghost
+
+`--help` lists the options; README.md beside this file explains them and the output.
+
+A row of the data is the privacy unit. At the end a table compares the private model with the same
+model trained without privacy and with a guess that needs no model.
+
+The guarantee covers the model and what is computed from it alone. Training losses, the baselines
+and scores on the test rows are looks at the data that it does not cover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from models import SampleCrossEntropy, build_model, local_folder
+from options import (
+    check_against_data,
+    check_options,
+    check_resumed,
+    choose_tokenizer,
+    parse_arguments,
+    shared_settings,
+)
+from reporting import Reporter, table
+from runtime import Runtime, running, this_rank
+from text_data import load_text
+from tokenizer import Tokenizer, make_tokenizer
+from torch import nn
+from torch.utils.data import DataLoader
+from training import (
+    EncodedTexts,
+    Task,
+    evaluate,
+    private_epoch,
+    simple_baseline,
+    train_without_privacy,
+)
+
+from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The data as token numbers, and what is to be learned from it."""
+
+    task: Task
+    tokenizer: Tokenizer
+    classes: int
+    train: EncodedTexts
+    test: EncodedTexts
+
+
+@dataclass(frozen=True)
+class Private:
+    """What ``make_private`` gives, and the engine that counts."""
+
+    engine: PrivacyEngine
+    model: Any
+    optimizer: Any
+    criterion: Any
+    loader: DataLoader[Any]
+
+
+# --- preparation: nothing is written, and what can be refused is ---
+
+
+def prepare(args: argparse.Namespace) -> tuple[Problem, nn.Module]:
+    """Check the options, read data and model; before there are a process group and files."""
+    check_options(args)
+    problem = load_problem(args)
+    if args.resume is not None:
+        check_resumed(args.resume, settings_in(args.resume), own_settings(args, problem))
+    return problem, new_model(args, problem)
+
+
+def load_problem(args: argparse.Namespace) -> Problem:
+    """Read the data and tokenise it."""
+    args.tokenizer = choose_tokenizer(args)
+    splits = load_text(args.data, task=args.task)
+    check_against_data(args, len(splits.train))
+    tokenizer = make_tokenizer(args.tokenizer, splits.train.texts, local_folder(args.model))
+    return Problem(
+        task=Task.of(args.task, tokenizer.pad),
+        tokenizer=tokenizer,
+        classes=len(splits.classes),
+        train=EncodedTexts(splits.train, tokenizer, args.seq_length),
+        test=EncodedTexts(splits.test, tokenizer, args.seq_length),
+    )
+
+
+def new_model(args: argparse.Namespace, problem: Problem) -> nn.Module:
+    """A model with the same weights on all processes. They are no secret, unlike the noise."""
+    torch.manual_seed(args.seed or 0)
+    return build_model(
+        args.model,
+        task=args.task,
+        vocab_size=problem.tokenizer.vocab_size,
+        classes=problem.classes,
+    )
+
+
+def new_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, of the private run and of the baseline."""
+    return torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+
+
+def make_private(
+    args: argparse.Namespace, problem: Problem, runtime: Runtime, model: nn.Module
+) -> Private:
+    """Distribute the model and make its training private."""
+    model = model.to(runtime.device)
+    if "fsdp" in args.grad_sample_mode:
+        model = FSDP2Wrapper(model)
+    elif runtime.world_size > 1:
+        model = DifferentiallyPrivateDistributedDataParallel(model)
+    criterion = SampleCrossEntropy()
+    engine = PrivacyEngine(secure_mode=args.secure_mode)
+    made = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=new_optimizer(args, model),
+        criterion=criterion,
+        data_loader=DataLoader(
+            problem.train, args.batch_size, shuffle=True, collate_fn=problem.task.collate
+        ),
+        target_epsilon=args.epsilon,
+        target_delta=args.delta,
+        epochs=args.epochs,
+        max_grad_norm=args.max_grad_norm,
+        grad_sample_mode=args.grad_sample_mode,
+        **({} if args.deferred is None else {"deferred_norm": args.deferred}),
+    )
+    if len(made) == 3:  # modes that leave the criterion alone do not return it
+        made = (*made[:2], criterion, made[2])
+    return Private(engine, *made)
+
+
+def own_settings(args: argparse.Namespace, problem: Problem) -> dict[str, Any]:
+    """What a checkpoint keeps of this run, to be compared when it is resumed."""
+    return shared_settings(args, len(problem.train))
+
+
+def settings_in(path: str) -> dict[str, Any]:
+    """The settings that a checkpoint keeps; its tensors are not read.
+
+    Raises:
+        ValueError: It is not a checkpoint of this script.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True)["text_example"]["settings"]
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"--resume {path}: not a checkpoint of this script") from error
+
+
+def resume(args: argparse.Namespace, private: Private) -> int:
+    """Load the checkpoint; the number of epochs that it has behind it."""
+    if args.resume is None:
+        return 0
+    saved = private.engine.load_checkpoint(
+        path=args.resume, module=private.model, optimizer=private.optimizer
+    )
+    return int(saved["text_example"]["finished_epochs"])
+
+
+def seed_epoch(seed: int, epoch: int) -> None:
+    """Seed sampling and noise, so that a resumed run draws what an uninterrupted one would.
+
+    No two epochs may have the same draws, nor runs whose seeds differ by one.
+    """
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+# --- training and report ---
+
+
+def train(
+    args: argparse.Namespace,
+    problem: Problem,
+    private: Private,
+    *,
+    runtime: Runtime,
+    reporter: Reporter,
+    seed: int,
+    finished: int,
+) -> None:
+    """The epochs that are left, with a line and a checkpoint after each."""
+    epsilon = partial(private.engine.get_epsilon, args.delta)
+    for epoch in range(finished + 1, args.epochs + 1):
+        seed_epoch(seed, epoch)
+        meter = private_epoch(
+            private.model,
+            private.optimizer,
+            private.criterion,
+            private.loader,
+            runtime=runtime,
+            reporter=reporter,
+            physical_batch=args.max_physical_batch_size,
+            epsilon=epsilon,
+            title=f"epoch {epoch}/{args.epochs}",
+        )
+        loss, speed = meter.totals(runtime)
+        score = test_score(args, problem, private.model, runtime)
+        reporter.say(
+            f"epoch {epoch}/{args.epochs}  loss {loss:.3f}  test {shown(args, score)}  "
+            f"epsilon {epsilon():.2f}  {speed:,.0f} tokens/s"
+        )
+        reporter.curves(epoch, loss=loss, test=score, epsilon=epsilon(), tokens_per_second=speed)
+        if args.checkpoint:
+            private.engine.save_checkpoint(
+                path=args.checkpoint,
+                module=private.model,
+                optimizer=private.optimizer,
+                checkpoint_dict={
+                    "text_example": {
+                        "finished_epochs": epoch,
+                        "settings": own_settings(args, problem),
+                    }
+                },
+            )
+
+
+def test_score(
+    args: argparse.Namespace, problem: Problem, model: nn.Module, runtime: Runtime
+) -> float:
+    """Accuracy or perplexity on the test split."""
+    return evaluate(model, problem.test, problem.task, runtime, args.max_physical_batch_size)
+
+
+def baseline_score(
+    args: argparse.Namespace, problem: Problem, runtime: Runtime, reporter: Reporter
+) -> float:
+    """Test score of the same model, trained as long without privacy."""
+    model = new_model(args, problem).to(runtime.device)
+    if runtime.world_size > 1:
+        model = FSDP2Wrapper(model)
+    train_without_privacy(
+        model,
+        new_optimizer(args, model),
+        problem.train,
+        problem.task,
+        runtime=runtime,
+        reporter=reporter,
+        batch_size=args.batch_size,
+        physical_batch=args.max_physical_batch_size,
+        epochs=args.epochs,
+    )
+    return test_score(args, problem, model, runtime)
+
+
+def shown(args: argparse.Namespace, score: float) -> str:
+    """A score as text."""
+    return f"accuracy {score:.1%}" if args.task == "classify" else f"perplexity {score:.2f}"
+
+
+def report(
+    args: argparse.Namespace,
+    problem: Problem,
+    private: Private,
+    *,
+    runtime: Runtime,
+    reporter: Reporter,
+) -> None:
+    """The closing table."""
+    score = test_score(args, problem, private.model, runtime)
+    spent = private.engine.get_epsilon(args.delta)
+    guess = {"classify": "majority class", "lm": "token frequencies"}[args.task]
+    vocab_size = problem.tokenizer.vocab_size
+    simple = simple_baseline(problem.task, problem.train, problem.test, vocab_size)
+    rows = [("private", shown(args, score), f"{spent:.2f}", f"{args.delta:.1e}")]
+    if args.baseline:
+        open_score = baseline_score(args, problem, runtime, reporter)
+        rows.append(("not private", shown(args, open_score), "unbounded", ""))
+    rows.append((guess, shown(args, simple), "", ""))
+    reporter.say("\n" + table(("", "test", "epsilon", "delta"), rows))
+    reporter.say(f"\nThe private model is ({spent:.2f}, {args.delta:.1e})-differentially private.")
+
+
+def run(
+    args: argparse.Namespace, problem: Problem, private: Private, runtime: Runtime, finished: int
+) -> None:
+    """Train and report."""
+    reporter = Reporter(runtime, args.logdir)
+    parameters = sum(p.numel() for p in private.model.parameters())
+    reporter.say(
+        f"{len(problem.train)} training rows, {len(problem.test)} test rows; {parameters:,} "
+        f"parameters; {runtime.world_size} processes on {runtime.device.type}; "
+        f"{args.grad_sample_mode}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
+    )
+    if args.tokenizer == "bpe":
+        reporter.say("warning: the vocabulary of --tokenizer bpe is learned without privacy")
+    seed = runtime.shared_seed(args.seed)
+    train(args, problem, private, runtime=runtime, reporter=reporter, seed=seed, finished=finished)
+    report(args, problem, private, runtime=runtime, reporter=reporter)
+    reporter.close()
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what is refused into one line for the user."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        if this_rank() == 0:
+            print(f"train_text_fsdp.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the example with these options."""
+    args = parse_arguments(argv)
+    with refusing():
+        problem, model = prepare(args)
+    with running(args.device) as runtime:
+        with refusing():
+            private = make_private(args, problem, runtime, model)
+            finished = resume(args, private)
+        run(args, problem, private, runtime, finished)
+
+
+if __name__ == "__main__":
+    main()

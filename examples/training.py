@@ -1,0 +1,249 @@
+"""The two training loops, private and not, and the evaluation they share.
+
+A batch is (tokens ``[B, T]``, mask ``[B, T]``, targets), all int64; targets are classes ``[B]``, or
+the next tokens ``[B, T]``. With Poisson sampling a batch may be empty: B = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from models import IGNORE, SampleCrossEntropy
+from reporting import Meter, Reporter
+from runtime import Runtime
+from text_data import Texts
+from tokenizer import Tokenizer, pad_right
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+Batch = tuple[Tensor, Tensor, Tensor]
+# Token numbers of a text, and its class.
+Encoded = tuple[list[int], int]
+
+
+class EncodedTexts(Dataset[Encoded]):
+    """Texts as token numbers, cut to a length.
+
+    Args:
+        texts: One split.
+        tokenizer: Its tokenizer.
+        max_length: Largest number of tokens of a text.
+    """
+
+    def __init__(self, texts: Texts, tokenizer: Tokenizer, max_length: int) -> None:
+        tokens = (tokenizer.encode(text)[:max_length] for text in texts.texts)
+        self.rows = list(zip(tokens, texts.labels, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Encoded:
+        return self.rows[index]
+
+
+def collate_classify(samples: Sequence[Encoded], pad: int) -> Batch:
+    """Batch for classification."""
+    tokens, mask = pad_right([row for row, _ in samples], pad)
+    return tokens, mask, torch.tensor([label for _, label in samples])
+
+
+def collate_lm(samples: Sequence[Encoded], pad: int) -> Batch:
+    """Batch for language modelling: each token predicts the next one."""
+    tokens, mask = pad_right([row[:-1] for row, _ in samples], pad)
+    targets, _ = pad_right([row[1:] for row, _ in samples], pad)
+    return tokens, mask, targets.masked_fill(mask == 0, IGNORE)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and how it is scored.
+
+    Attributes:
+        name: ``"classify"`` or ``"lm"``.
+        collate: Makes a batch of samples.
+    """
+
+    name: str
+    collate: Callable[[Sequence[Encoded]], Batch]
+
+    @classmethod
+    def of(cls, name: str, pad: int) -> Task:
+        """The task of this name, for a tokenizer that pads with ``pad``."""
+        return cls(name, partial({"classify": collate_classify, "lm": collate_lm}[name], pad=pad))
+
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[float, float]:
+        """Sum of scores and number of things scored.
+
+        Right answers and samples; or negative log-likelihood and tokens.
+        """
+        if self.name == "classify":
+            return float((logits.argmax(1) == targets).sum()), len(targets)
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        return float(losses), int((targets != IGNORE).sum())
+
+    def result(self, total: float, count: float) -> float:
+        """Accuracy in [0, 1], or perplexity per token."""
+        return total / count if self.name == "classify" else math.exp(min(total / count, 700))
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    tokens, mask, targets = (tensor.to(device) for tensor in batch)
+    return tokens, mask, targets
+
+
+def never_empty(batch: Batch) -> Batch:
+    """The batch, or, for an empty one, a made-up sample without loss and so without gradient.
+
+    The models of ``transformers`` cannot run on no samples, but a process must not leave out the
+    forward pass that the others wait for.
+    """
+    tokens, mask, targets = batch
+    if len(tokens):
+        return batch
+    nothing = targets.new_full((1, 1)[: targets.dim()], IGNORE)
+    return tokens.new_zeros(1, 1), mask.new_ones(1, 1), nothing
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: EncodedTexts, task: Task, runtime: Runtime, batch_size: int
+) -> float:
+    """Accuracy or perplexity on all of ``data`` (a collective call).
+
+    Each process scores its share. Sharded models need as many forward passes on all of them, so
+    those that have run out of samples pass one again, unscored.
+    """
+    was_training = model.training
+    model.eval()
+    total = count = 0.0
+    share = range(runtime.rank, len(data), runtime.world_size)
+    for start in range(0, math.ceil(len(data) / runtime.world_size), batch_size):
+        own = share[start : start + batch_size]
+        batch = task.collate([data[index] for index in own or [0]])
+        tokens, mask, targets = moved(batch, runtime.device)
+        logits = model(tokens, mask)
+        if own:
+            value, things = task.score(logits, targets)
+            total, count = total + value, count + things
+    model.train(was_training)
+    return task.result(*runtime.sum(total, count))
+
+
+def private_epoch(
+    model: nn.Module,
+    optimizer: Any,
+    criterion: Any,
+    loader: DataLoader[Any],
+    *,
+    runtime: Runtime,
+    reporter: Reporter,
+    physical_batch: int,
+    epsilon: Callable[[], float],
+    title: str,
+) -> Meter:
+    """One epoch of private training.
+
+    Args:
+        model: Private model, as ``make_private`` returns it; likewise the next three.
+        optimizer: Private optimizer.
+        criterion: Private criterion in ghost modes, else the plain one.
+        loader: Loader with Poisson sampling.
+        runtime: This process.
+        reporter: Shows the progress.
+        physical_batch: Largest number of samples that are processed at once.
+        epsilon: Gives what has been spent.
+        title: Title of the bar.
+
+    Returns:
+        Loss and speed. The training loss is not private.
+    """
+    meter = Meter()
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=physical_batch, optimizer=optimizer
+    ) as physical:
+        for batch in reporter.progress(physical, len(physical), title):
+            tokens, mask, targets = moved(never_empty(batch), runtime.device)
+            optimizer.zero_grad()
+            loss = criterion(model(tokens, mask), targets)
+            loss.backward()
+            # Also for an empty batch: it is a step like any other.
+            optimizer.step()
+            meter.add(loss.item(), len(batch[0]), int(batch[1].sum()))
+            reporter.on_bar(meter, epsilon)
+    return meter
+
+
+def train_without_privacy(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: EncodedTexts,
+    task: Task,
+    *,
+    runtime: Runtime,
+    reporter: Reporter,
+    batch_size: int,
+    physical_batch: int,
+    epochs: int,
+) -> None:
+    """The baseline: as many epochs of ordinary training, with batches of the same size.
+
+    Args:
+        model: A model, sharded if there are several processes.
+        optimizer: Its optimizer.
+        data: Training split.
+        task: What is learned.
+        runtime: This process.
+        reporter: Shows the progress.
+        batch_size: Samples a step, of all processes.
+        physical_batch: Largest number of samples that a process handles at once.
+        epochs: Passes over the data.
+    """
+    criterion = SampleCrossEntropy()
+    sampler = DistributedSampler(data, runtime.world_size, runtime.rank)
+    per_rank = max(1, batch_size // runtime.world_size)
+    loader = DataLoader(data, per_rank, sampler=sampler, collate_fn=task.collate)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in reporter.progress(loader, len(loader), f"not private, epoch {epoch + 1}"):
+            optimizer.zero_grad()
+            for part, weight in _parts(batch, physical_batch):
+                tokens, mask, targets = moved(part, runtime.device)
+                (criterion(model(tokens, mask), targets) * weight).backward()
+            optimizer.step()
+
+
+def _parts(batch: Batch, size: int) -> Iterator[tuple[Batch, float]]:
+    """Parts of a batch, and the share of its samples that each holds."""
+    whole = len(batch[0])
+    for tokens, mask, targets in zip(*(tensor.split(size) for tensor in batch), strict=True):
+        yield (tokens, mask, targets), len(tokens) / whole
+
+
+def simple_baseline(task: Task, train: EncodedTexts, test: EncodedTexts, vocab_size: int) -> float:
+    """What needs no model: the larger class of the test rows, or token frequencies.
+
+    Returns:
+        Accuracy of the test split's largest class; or perplexity of the training split's token
+        frequencies, each raised by one, on the test split.
+    """
+    if task.name == "classify":
+        counts = torch.bincount(torch.tensor([label for _, label in test.rows]))
+        return float(counts.max() / counts.sum())
+    seen, asked = (
+        torch.bincount(
+            torch.tensor([t for row, _ in data.rows for t in row[1:]]), minlength=vocab_size
+        )
+        for data in (train, test)
+    )
+    log_share = ((seen + 1) / (seen + 1).sum()).log()
+    return math.exp(float(-(log_share * asked).sum() / asked.sum()))

@@ -1,0 +1,143 @@
+"""Bad input is refused with an error that names it, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import deferred_from_environment
+from opacus.validators.errors import UnsupportedModuleError
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    model = changes.pop("module", None) or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    return {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(data, batch_size=4),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        **changes,
+    }
+
+
+def assert_untouched(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert "autograd_grad_sample_hooks" not in module.__dict__
+    for parameter in model.parameters():
+        assert not {"grad_sample", "_forward_counter", "summed_grad"} & parameter.__dict__.keys()
+
+
+@pytest.mark.parametrize(
+    "changes,error,message",
+    [
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
+        ({"noise_multiplier": float("nan")}, ValueError, "noise_multiplier"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": [1.0, 2.0]}, ValueError, "max_grad_norm"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
+        ({"grad_sample_mode": "gost"}, ValueError, "ghost_fsdp"),
+        ({"clipping": "flatt"}, ValueError, "per_layer"),
+        ({"posson_sampling": False}, TypeError, "posson_sampling"),
+        ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "process group"),
+        ({"module": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, UnsupportedModuleError, "1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused_before_anything_changes(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = arguments(**changes)
+    with pytest.raises(error, match=message):
+        PrivacyEngine().make_private(**given)
+    assert_untouched(given["module"])
+
+
+def test_no_trainable_parameters() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        PrivacyEngine().make_private(**arguments(module=model, optimizer=optimizer))
+
+
+def test_optimizer_of_another_model() -> None:
+    other = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    given = arguments(optimizer=other)
+    with pytest.raises(ValueError, match="optimizer Parameters"):
+        PrivacyEngine().make_private(**given)
+    assert_untouched(given["module"])
+
+
+def test_making_private_twice_says_how_to_start_over() -> None:
+    given = arguments()
+    model, optimizer, _ = PrivacyEngine().make_private(**given)
+    with pytest.raises(ValueError, match="to_standard_module"):
+        PrivacyEngine().make_private(**{**given, "module": model})
+    with pytest.raises(ValueError, match="original_optimizer"):
+        PrivacyEngine().make_private(**{**given, "optimizer": optimizer})
+    with pytest.raises(ValueError, match="hooks twice"):
+        PrivacyEngine().make_private(**given)
+    plain = model.to_standard_module()
+    assert plain is given["module"]
+    PrivacyEngine().make_private(**given)
+
+
+def test_secure_mode_refuses_a_seed() -> None:
+    given = arguments(noise_generator=torch.Generator())
+    with pytest.raises(ValueError, match="secure mode"):
+        PrivacyEngine(secure_mode=True).make_private(**given)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "", "true"])
+def test_environment_variable_is_0_or_1(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPACUS_USE_DEFERRED_NORM", value)
+    with pytest.raises(ValueError, match="OPACUS_USE_DEFERRED_NORM must be 0 or 1"):
+        deferred_from_environment()
+
+
+@pytest.mark.parametrize("value,wanted", [("0", False), ("1", True), (None, False)])
+def test_argument_wins_over_environment(
+    value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("OPACUS_USE_DEFERRED_NORM", value)
+    model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost"))[0]
+    assert model._use_deferred_norm is wanted
+    given = arguments(grad_sample_mode="ghost", deferred_norm=not wanted)
+    assert PrivacyEngine().make_private(**given)[0]._use_deferred_norm is not wanted
+
+
+def test_a_loss_that_mixes_samples_is_refused() -> None:
+    given = arguments(grad_sample_mode="ghost", criterion=lambda x, y: (x.sum(1) - y).abs().mean())
+    model, _, criterion, _ = PrivacyEngine().make_private(**given)
+    with pytest.raises(ValueError, match="one loss for the whole batch"):
+        criterion(model(torch.randn(4, 4)), torch.zeros(4))
+
+
+def test_criterion_is_restored_after_an_error() -> None:
+    loss = nn.CrossEntropyLoss()
+    model, _, criterion, _ = PrivacyEngine().make_private(
+        **arguments(grad_sample_mode="ghost", criterion=loss)
+    )
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        criterion(model(torch.randn(4, 4)), torch.full((4,), 9))
+    assert loss.reduction == "mean"
+
+
+def test_second_backward_under_poisson_sampling_is_refused() -> None:
+    for mode in ("hooks", "ghost"):
+        out = PrivacyEngine().make_private(**arguments(grad_sample_mode=mode))
+        loss_fn = out[2] if len(out) == 4 else nn.CrossEntropyLoss()
+        x, y = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
+        loss_fn(out[0](x), y).backward()
+        with pytest.raises(ValueError, match="Poisson"):
+            loss_fn(out[0](x), y).backward()

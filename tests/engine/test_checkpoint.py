@@ -1,0 +1,121 @@
+"""Checkpoints: what they hold, where they load, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.distributed_utils import run_distributed
+
+
+def model(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def data() -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(32, 6), torch.randint(0, 3, (32,)))
+
+
+def private(mode: str, module: nn.Module, seed: int = 5) -> tuple[PrivacyEngine, Any, Any, Any]:
+    engine = PrivacyEngine(accountant="rdp")
+    out = engine.make_private(
+        module=module,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=0.05),
+        data_loader=DataLoader(data(), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+        noise_generator=torch.Generator().manual_seed(seed),
+    )
+    return engine, out[0], out[1], out[2] if len(out) == 4 else nn.CrossEntropyLoss()
+
+
+def steps(run: tuple[PrivacyEngine, Any, Any, Any], number: int) -> None:
+    _, module, optimizer, loss_fn = run
+    inputs, targets = data()[:8]
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss_fn(module(inputs), targets).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_round_trip(mode: str, tmp_path: Path) -> None:
+    first = private(mode, model())
+    steps(first, 3)
+    path = tmp_path / "run.pt"
+    first[0].save_checkpoint(path=path, module=first[1], optimizer=first[2])
+    second = private(mode, model())
+    second[0].load_checkpoint(path=path, module=second[1], optimizer=second[2])
+    assert second[0].get_epsilon(1e-5) == first[0].get_epsilon(1e-5)
+    for a, b in zip(first[1].parameters(), second[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert second[2].state_dict()["state"].keys() == first[2].state_dict()["state"].keys()
+    assert list(tmp_path.iterdir()) == [path]  # nothing unfinished is left
+
+
+def test_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    first = private("hooks", model())
+    steps(first, 2)
+    first[0].save_checkpoint(path=tmp_path / "run.pt", module=first[1], optimizer=first[2])
+    other = private("hooks", model(width=5))
+    before = [p.clone() for p in other[1].parameters()]
+    with pytest.raises(ValueError, match=r"run\.pt is a checkpoint of another model.*0\.weight"):
+        other[0].load_checkpoint(path=tmp_path / "run.pt", module=other[1], optimizer=other[2])
+    for a, b in zip(before, other[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(other[0].accountant) == 0
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "x.pt")
+    run = private("hooks", model())
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        run[0].load_checkpoint(path=tmp_path / "x.pt", module=run[1])
+
+
+def save_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], bytes]:
+    run = private("ghost_fsdp", FSDP2Wrapper(model()))
+    steps(run, 2)
+    run[0].save_checkpoint(path=f"{folder}/run.pt", module=run[1], optimizer=run[2])
+    buffer = io.BytesIO()
+    run[0].save_checkpoint(path=buffer, module=run[1], optimizer=run[2])
+    steps(run, 2)
+    return [p.full_tensor() for p in run[1].parameters()], buffer.getvalue()
+
+
+def resume_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], int]:
+    run = private("ghost_fsdp", FSDP2Wrapper(model(8 - 4)), seed=99)
+    run[0].load_checkpoint(path=f"{folder}/run.pt", module=run[1], optimizer=run[2])
+    steps(run, 2)
+    return [p.full_tensor() for p in run[1].parameters()], len(run[0].accountant)
+
+
+def test_sharded_run_resumes_to_the_same_end_and_loads_elsewhere(tmp_path: Path) -> None:
+    ends = run_distributed(save_sharded, 2, str(tmp_path))
+    resumed = run_distributed(resume_sharded, 2, str(tmp_path))
+    for a, b in zip(ends[0][0], resumed[0][0], strict=True):
+        torch.testing.assert_close(a, b)  # model, optimizer and noise streams went on
+    assert resumed[0][1] == 4
+    # Another number of ranks, with noise streams of its own.
+    assert run_distributed(resume_sharded, 3, str(tmp_path))[0][1] == 4
+    # A plain model, from the file and from a buffer of either rank.
+    plain = private("hooks", model())
+    plain[0].load_checkpoint(path=tmp_path / "run.pt", module=plain[1], optimizer=plain[2])
+    for buffer in (ends[0][1], ends[1][1]):
+        again = private("hooks", model())
+        again[0].load_checkpoint(path=io.BytesIO(buffer), module=again[1], optimizer=again[2])
+        for a, b in zip(plain[1].parameters(), again[1].parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    assert plain[0].get_epsilon(1e-5) > 0

@@ -1,0 +1,220 @@
+"""Whole runs of the script, small: what they end with, not how they get there."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import train_text_fsdp as script
+from models import SHAPES, build_model
+from options import parse_arguments
+from runtime import Runtime, running
+from text_data import Texts
+from tokenizer import make_tokenizer
+from training import EncodedTexts, Task, evaluate
+
+from opacus import PrivacyEngine
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.distributed_utils import run_distributed
+
+EPOCHS = 3
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Texts of good and bad words; so few that many batches are empty on a rank."""
+    rng = random.Random(0)
+    words = (["bad", "awful", "poor"], ["good", "great", "fine"])
+    rows = [(" ".join(rng.choices(words[i % 2], k=rng.randint(1, 9))), i % 2) for i in range(80)]
+    path = tmp_path / "data.tsv"
+    path.write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
+    return path
+
+
+def options(data, **more):
+    given = {
+        "data": data,
+        "epochs": EPOCHS,
+        "batch-size": 4,
+        "max-physical-batch-size": 3,
+        "delta": 1e-3,
+        "seed": 5,
+        **more,
+    }
+    argv = [f"--{name}={value}" for name, value in given.items() if value is not True]
+    return [*argv, *(f"--{name}" for name, value in given.items() if value is True)]
+
+
+def weights(path):
+    return torch.load(path)["module_state_dict"]
+
+
+def assert_equal_weights(first, second, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(weights(first), weights(second), rtol=rtol, atol=atol)
+
+
+def keep_every_checkpoint(monkeypatch):
+    """Also save to ``<path>.1``, ``<path>.2``, ... after the epochs."""
+    save = PrivacyEngine.save_checkpoint
+
+    def save_and_copy(self, *, path, checkpoint_dict, **kwargs):
+        save(self, path=path, checkpoint_dict=checkpoint_dict, **kwargs)
+        shutil.copy(path, f"{path}.{checkpoint_dict['text_example']['finished_epochs']}")
+
+    monkeypatch.setattr(PrivacyEngine, "save_checkpoint", save_and_copy)
+
+
+# --- one process ---
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
+def test_it_learns_and_reports(data, tmp_path, capsys, mode):
+    logdir = tmp_path / "curves"
+    script.main(options(data, **{"grad-sample-mode": mode, "logdir": logdir, "lr": 0.01}))
+    out = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    assert out.count("tokens/s") == EPOCHS
+    assert lines["private"][-4:-2] == ["accuracy", "100.0%"]
+    assert 7.5 < float(lines["private"][-2]) <= 8.0
+    assert float(lines["private"][-1]) == 1e-3
+    assert lines["not private"][-3:] == ["accuracy", "100.0%", "unbounded"]
+    assert 0.5 <= float(lines["majority class"][-1].rstrip("%")) / 100 < 1
+    assert list(logdir.glob("events.*"))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(data, tmp_path, monkeypatch, capsys, mode):
+    keep_every_checkpoint(monkeypatch)
+    whole, rest = tmp_path / "whole.pt", tmp_path / "rest.pt"
+    more = {"grad-sample-mode": mode, "no-baseline": True}
+    script.main(options(data, checkpoint=whole, **more))
+    uninterrupted = capsys.readouterr().out
+    script.main(options(data, checkpoint=rest, resume=f"{whole}.1", **more))
+    resumed = capsys.readouterr().out
+    assert_equal_weights(whole, rest, rtol=0, atol=0)
+    assert f"epoch 1/{EPOCHS}" not in resumed
+    assert resumed.splitlines()[-1] == uninterrupted.splitlines()[-1]  # epsilon
+    with pytest.raises(AssertionError):
+        assert_equal_weights(whole, f"{whole}.2")
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_fsdp"])
+def test_deferred_norms_give_the_same_model(data, tmp_path, mode):
+    paths = []
+    for flag in ("deferred", "no-deferred"):
+        paths.append(tmp_path / f"{flag}.pt")
+        more = {flag: True, "grad-sample-mode": mode, "no-baseline": True}
+        script.main(options(data, checkpoint=paths[-1], **more))
+    assert_equal_weights(*paths)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "deferred"),
+    [
+        (["--deferred"], "0", True),
+        (["--no-deferred"], "1", False),
+        ([], "1", True),
+        ([], "0", False),
+    ],
+)
+def test_the_flag_wins_over_the_environment(data, monkeypatch, flags, variable, deferred):
+    monkeypatch.setenv("OPACUS_USE_DEFERRED_NORM", variable)
+    args = parse_arguments([*options(data), *flags])
+    problem, model = script.prepare(args)
+    with running() as runtime:
+        private = script.make_private(args, problem, runtime, model)
+    assert private.model._use_deferred_norm is deferred
+
+
+def test_seeds_are_what_makes_runs_differ(data, tmp_path):
+    paths = [tmp_path / name for name in ("a.pt", "b.pt", "c.pt")]
+    for path, seed in zip(paths, (1, 1, 2), strict=True):
+        script.main(options(data, checkpoint=path, seed=seed, epochs=1, **{"no-baseline": True}))
+    assert_equal_weights(*paths[:2], rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        assert_equal_weights(*paths[1:])
+
+
+def test_other_settings_are_no_resumption(data, tmp_path, capsys):
+    path = tmp_path / "a.pt"
+    script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
+    with pytest.raises(SystemExit):
+        script.main(options(data, resume=path, epochs=2, epsilon=3))
+    error = capsys.readouterr().err
+    assert "epochs was 1, is 2" in error and "epsilon was 8.0, is 3.0" in error
+
+
+def test_a_checkpoint_of_another_shape_is_refused(data, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a.pt"
+    script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "intermediate_size": 32})
+    with pytest.raises(SystemExit):
+        script.main(options(data, resume=path, epochs=1, **{"no-baseline": True}))
+    assert "checkpoint of another model" in capsys.readouterr().err
+
+
+def test_a_language_model_is_trained_on_plain_text(tmp_path, capsys):
+    path = tmp_path / "data.txt"
+    path.write_text("\n".join("ab" * (i % 9 + 1) for i in range(80)))
+    script.main(options(path, task="lm", lr=0.01))
+    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    perplexity = {
+        name: float(lines[name][column])
+        for name, column in (("private", -3), ("not private", -2), ("token frequencies", -1))
+    }
+    assert 1 <= perplexity["not private"] < perplexity["private"] < 259
+
+
+# --- two processes ---
+
+
+def many_runs(rank, world_size, data, folder):
+    """Runs that are compared by their checkpoints."""
+    monkeypatch = pytest.MonkeyPatch()
+    keep_every_checkpoint(monkeypatch)
+    if rank:  # one copy is enough
+        monkeypatch.undo()
+    runs = {
+        "immediate": {"no-deferred": True},
+        "deferred": {"deferred": True},
+        "resumed": {"deferred": True, "resume": Path(folder, "deferred.pt.1")},
+        "ddp": {"grad-sample-mode": "ghost"},
+    }
+    for name, more in runs.items():
+        path = Path(folder, f"{name}.pt")
+        script.main(options(data, checkpoint=path, **{"no-baseline": True}, **more))
+    script.main(options(data, epochs=1))  # with the baseline
+    monkeypatch.undo()
+    return scores(rank, world_size)
+
+
+def scores(rank, world_size):
+    """Of five rows, in batches of two: the second process runs out of rows first."""
+    texts = Texts([chr(97 + i) * (i + 1) for i in range(5)], [0, 1, 1, 0, 1])
+    rows = EncodedTexts(texts, make_tokenizer("words", []), 8)
+    task, cpu = Task.of("classify", 0), torch.device("cpu")
+    model = build_model("tiny", task="classify", vocab_size=4097, classes=2)
+    alone = evaluate(model, rows, task, Runtime(0, 1, cpu), 7)
+    sharded = FSDP2Wrapper(model)
+    return alone, evaluate(sharded, rows, task, Runtime(rank, world_size, cpu), 2)
+
+
+@pytest.mark.slow
+def test_two_processes(data, tmp_path, capsys):
+    for alone, together in run_distributed(many_runs, 2, data, tmp_path, timeout=150):
+        assert alone == together
+        assert 0 < alone < 1
+    assert_equal_weights(tmp_path / "immediate.pt", tmp_path / "deferred.pt")
+    assert_equal_weights(tmp_path / "deferred.pt", tmp_path / "resumed.pt", rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        assert_equal_weights(tmp_path / "deferred.pt", tmp_path / "deferred.pt.1")
+    assert (tmp_path / "ddp.pt").is_file()
+    # A checkpoint of two processes goes on in one.
+    capsys.readouterr()
+    script.main(options(data, resume=tmp_path / "deferred.pt.1", **{"no-baseline": True}))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines if "tokens/s" in line] == ["epoch 2/3", "epoch 3/3"]
+    assert "(8.00, 1.0e-03)-differentially private" in lines[-1]
