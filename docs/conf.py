@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from opacus.version import __version__  # noqa: E402
+from opacus.version import __version__
 
 project = "opacus"
 author = "The authors"

@@ -79,7 +79,7 @@ def spend_on_count(privacy: PrivacyParams, std: float) -> None:
     """
     if privacy.noise_multiplier >= 2 * std:
         raise ValueError(
-            f"noise_multiplier ({privacy.noise_multiplier}) must be smaller than 2 * "
-            f"unclipped_num_std ({std}): see Theorem 1 of arXiv:1905.03871"
+            "noise_multiplier must be smaller than 2 * unclipped_num_std, got "
+            f"{privacy.noise_multiplier} and {std}: see Theorem 1 of arXiv:1905.03871"
         )
     privacy.count_noise_std = std

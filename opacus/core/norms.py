@@ -47,6 +47,7 @@ class NormLedger:
         self.budget_bytes = budget_bytes
         # Per-sample gradients of layers whose rule may not be run twice.
         self.formed: dict[str, Tensor] = {}
+        self.formed_layers: set[str] = set()
         self._norm_sq: dict[str, Tensor] = {}
         self._waiting: list[Record] = []
         self._done: set[str] = set()
@@ -65,7 +66,9 @@ class NormLedger:
         """
         name = record.spec.name
         check_rows(record, self.batch)
-        if record.layer.rule.needs_parameters:
+        alone = not (record.reused or record.layer.shared)
+        rule = record.layer.rule
+        if rule.needs_parameters and not (rule.measures and alone):
             self._form(record)
             return
         if name in self._done:
@@ -74,7 +77,7 @@ class NormLedger:
                 "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
                 "deferred_norm=True), which waits for all uses of a layer"
             )
-        if not (self.deferred or record.reused or record.layer.shared):
+        if alone and (rule.needs_parameters or not self.deferred):
             self._compute([record])
             return
         self._waiting.append(record)
@@ -113,6 +116,7 @@ class NormLedger:
         was measured.
         """
         rule = record.layer.rule
+        self.formed_layers.add(record.spec.name)
         grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
         for local, grad in grads.items():
             owner = record.layer.owners[local]

@@ -215,7 +215,15 @@ class Recorder:
         spec = layer.trainable_now()
         outputs, out_tree = tree_flatten(output)
         picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
-        if not spec.params or not picked:
+        if not spec.params:
+            return output
+        if not picked and self.detach:
+            raise RuntimeError(
+                f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
+                "parameters could not be trained: let it return tensors, or a tuple, list or dict "
+                "of them, or freeze it"
+            )
+        if not picked:
             return output
         inputs, in_tree = tree_flatten((args, kwargs))
         tensors = [i for i in inputs if isinstance(i, Tensor)]

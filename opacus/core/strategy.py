@@ -167,7 +167,7 @@ class TwoPass:
         self._excluded = excluded if bool(excluded.any()) else None
         weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
         if isinstance(factors, Tensor):
-            weighted = weighted * factors.to(losses.dtype)
+            weighted = weighted * _rounded_down(factors, losses.dtype)
         try:
             with self._in(Phase.SUM):
                 weighted.sum().backward(**backward)
@@ -184,12 +184,14 @@ class TwoPass:
 
     def _add_gradient(self, record: Record) -> None:
         layer = record.layer
-        if layer.rule.needs_parameters:
+        if self.ledger is not None and record.spec.name in self.ledger.formed_layers:
             grads = self._sum_formed(record)
         else:
             activations, backprops = record.activations, record.backprops
             if self._excluded is not None:
-                activations, backprops = _without(self._excluded, activations, backprops)
+                split = layer.rule.by_rows(activations, record.batch)
+                activations = _without(self._excluded, activations) if split else activations
+                backprops = _clear_rows(backprops, self._excluded)
             grads = self._weighted(record, activations, backprops)
         for name, grad in grads.items():
             parameter = layer.module._parameters[name]
@@ -252,12 +254,16 @@ def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     return function(tensors)
 
 
-def _without(
-    excluded: Tensor, activations: tuple[Tensor, ...], backprops: Tensor
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The same record with the excluded rows set to zero."""
-    cleared = tuple(_clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
-    return cleared, _clear_rows(backprops, excluded)
+def _rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factors in ``dtype``; in half precision never larger than they were."""
+    if dtype in (torch.float16, torch.bfloat16):
+        factors = factors * (1 - torch.finfo(dtype).eps / 2)
+    return factors.to(dtype)
+
+
+def _without(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same activations with the excluded rows set to zero."""
+    return tuple(_clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
 
 
 def _clear_rows(tensor: Tensor, excluded: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class SamplerRule(LayerRule):
         self.grad = grad
         self.norm = norm
         self.generic = GenericRule(module)
+        self.measures = norm is not None
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
@@ -43,6 +44,13 @@ class SamplerRule(LayerRule):
             return super().norm_sq(spec, activations, backprops)
         norms = self._named(self.norm(self.module, list(activations.args), backprops))
         return {name: norm.square() for name, norm in norms.items()}
+
+    def weighted_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
+    ) -> dict[str, Tensor]:
+        if self.grad is None:
+            return self.generic.weighted_grad(spec, activations, backprops, factors)
+        return super().weighted_grad(spec, activations, backprops, factors)
 
     def _named(self, values: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
         names = {id(p): n for n, p in self.module._parameters.items() if p is not None}
@@ -64,6 +72,9 @@ class FormedRule(LayerRule):
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         return self.rule.options(module)
+
+    def by_rows(self, activations: Any, batch: int) -> bool:
+        return self.rule.by_rows(activations, batch)
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
@@ -87,7 +98,7 @@ def norm_with_rule(
     """Per-sample gradient norms ``{parameter: [B]}`` of one layer by the core's rule."""
     rule = rule_for(layer)
     spec = make_spec("", layer, rule.options(layer))
-    norms = rule.norm_sq(spec, tuple(activations), backprops)
+    norms = rule.norm_sq(spec, _inputs(rule, layer, activations), backprops)
     return {getattr(layer, name): norm_sq.sqrt() for name, norm_sq in norms.items()}
 
 

@@ -209,10 +209,9 @@ def check_per_sample_gradients_are_correct(
 
 
 def unpack_packedsequences(X: PackedSequence) -> list[Tensor]:  # noqa: N803 (Opacus' name)
-    """The sequences of a packed batch, longest first, each ``[T_i, ...]``."""
+    """The sequences of a packed batch, in the order of its samples, each ``[T_i, ...]``."""
     padded, lengths = pad_packed_sequence(X, batch_first=True)
-    order = range(len(lengths)) if X.sorted_indices is None else X.sorted_indices.tolist()
-    return [padded[i, : int(lengths[i])] for i in order]
+    return [sequence[:length] for sequence, length in zip(padded, lengths, strict=True)]
 
 
 def _agree(

@@ -48,7 +48,11 @@ def assert_untouched(model: nn.Module) -> None:
         ({"clipping": "flatt"}, ValueError, "per_layer"),
         ({"posson_sampling": False}, TypeError, "posson_sampling"),
         ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "process group"),
-        ({"module": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, UnsupportedModuleError, "1"),
+        (
+            {"module": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))},
+            UnsupportedModuleError,
+            "1",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

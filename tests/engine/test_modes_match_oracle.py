@@ -203,7 +203,7 @@ def test_parameter_used_past_its_layer_is_named() -> None:
         data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=B),
         noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="layer.weight"):
+    with pytest.raises(RuntimeError, match=r"layer\.weight"):
         out[2](out[0](inputs), targets).backward()
     assert model.layer.weight.grad is None
 

@@ -33,6 +33,8 @@ class LayerRule:
     # Whether the rule runs the layer again, so that it needs its parameters (unsharded)
     # and may draw other random numbers.
     needs_parameters: bool = False
+    # Whether such a rule's norms are measured by themselves, without per-sample gradients.
+    measures: bool = False
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.
