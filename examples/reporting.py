@@ -23,6 +23,7 @@ class Reporter:
 
     def __init__(self, runtime: Runtime, logdir: str | None = None) -> None:
         self._main = runtime.is_main
+        self._processes = runtime.world_size
         self._writer: Any = None
         self._bar: Any = None
         self._next = 0.0  # when the bar's text may change again
@@ -52,6 +53,7 @@ class Reporter:
             return
         self._next = time.monotonic() + 1
         loss, speed = meter.here
+        speed *= self._processes  # the others have shares of the same size
         self._bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, ε {epsilon():.2f}")
 
     def curves(self, step: int, **values: float) -> None:

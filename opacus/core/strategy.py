@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger, add_rows, pad_rows
 from opacus.core.recorder import Generation, Record, Recorder
 
@@ -167,7 +168,7 @@ class TwoPass:
         self._excluded = excluded if bool(excluded.any()) else None
         weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
         if isinstance(factors, Tensor):
-            weighted = weighted * _rounded_down(factors, losses.dtype)
+            weighted = weighted * rounded_down(factors, losses.dtype)
         try:
             with self._in(Phase.SUM):
                 weighted.sum().backward(**backward)
@@ -252,13 +253,6 @@ def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     if isinstance(tensors, tuple):
         return tuple(function(t) for t in tensors)
     return function(tensors)
-
-
-def _rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factors in ``dtype``; in half precision never larger than they were."""
-    if dtype in (torch.float16, torch.bfloat16):
-        factors = factors * (1 - torch.finfo(dtype).eps / 2)
-    return factors.to(dtype)
 
 
 def _without(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped, clip_flat
+from opacus.core.clipping import Clipped, clip_flat, rounded_down
 from opacus.core.kernels.reference import sum_of_squares
 from opacus.core.layout import Single
 from opacus.core.noise import gaussian
@@ -440,7 +440,7 @@ def _norms(samples: list[Tensor]) -> list[Tensor]:
 
 def weighted_sum(clipped: Clipped, grad_sample: Tensor) -> Tensor:
     """``sum_i factors[i] * grad_sample[i]``; excluded rows contribute nothing, NaN or not."""
-    factors = clipped.factors.to(device=grad_sample.device, dtype=grad_sample.dtype)
+    factors = rounded_down(clipped.factors.to(grad_sample.device), grad_sample.dtype)
     if bool(clipped.excluded.any()):
         rows = clipped.excluded.to(grad_sample.device).view(-1, *[1] * (grad_sample.dim() - 1))
         grad_sample = grad_sample.masked_fill(rows, 0.0)
