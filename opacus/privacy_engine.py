@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.modes import Mode, mode_of
+from opacus.core.modes import mode_of
 from opacus.core.sharded import is_fsdp
-from opacus.core.state import PrivacyParams
 from opacus.data_loader import DPDataLoader, matching_sample_rate, switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.engine_checks import check_arguments
+from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
@@ -112,10 +112,19 @@ class PrivacyEngine:
             ValueError: An argument is out of range, or does not fit the others.
             UnsupportedModuleError: The model has layers that cannot be private.
         """
-        mode = self._check_arguments(
-            module, optimizer, noise_multiplier, max_grad_norm, loss_reduction, clipping,
-            noise_generator, grad_sample_mode,
-        )  # fmt: skip
+        if noise_generator is not None and self.secure_mode:
+            raise ValueError(
+                "noise_generator makes noise predictable, which secure mode rules out; leave it out"
+            )
+        mode = check_arguments(
+            module=module,
+            optimizer=optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+            clipping=clipping,
+            grad_sample_mode=grad_sample_mode,
+        )
         self._check_dataset(data_loader)
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
         distributed = is_fsdp(module) or isinstance(
@@ -206,9 +215,8 @@ class PrivacyEngine:
         """
         if len(self.accountant) > 0:
             warnings.warn(
-                "You're calling make_private_with_epsilon with non-zero privacy budget already "
-                "spent. Returned noise_multiplier assumes zero starting point, so your overall "
-                "privacy budget will be higher.",
+                "this PrivacyEngine has spent privacy already; target_epsilon is for the coming "
+                "epochs alone, so the total will be larger",
                 stacklevel=2,
             )
         self._check_dataset(data_loader)
@@ -272,52 +280,12 @@ class PrivacyEngine:
         ModuleValidator.validate(module, strict=True)
         return module
 
-    def _check_arguments(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        noise_multiplier: float,
-        max_grad_norm: float | list[float],
-        loss_reduction: str,
-        clipping: str,
-        noise_generator: torch.Generator | None,
-        grad_sample_mode: str,
-    ) -> Mode:
-        mode = mode_of(grad_sample_mode)
-        get_optimizer_class(clipping, distributed=False, grad_sample_mode=grad_sample_mode)
-        PrivacyParams(
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=loss_reduction,
-        )
-        if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
-            raise ValueError(
-                "max_grad_norm must be one number, or a list with one number for each trainable "
-                f"parameter if clipping='per_layer'; got {max_grad_norm!r} with "
-                f"clipping={clipping!r}"
-            )
-        if noise_generator is not None and self.secure_mode:
-            raise ValueError("Passing seed is prohibited in secure mode")
-        if isinstance(optimizer, DPOptimizer):
-            raise ValueError(
-                "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
-            )
-        if isinstance(module, AbstractGradSampleModule):
-            raise ValueError(
-                "the module is wrapped already: pass module.to_standard_module(), which takes the "
-                "hooks off"
-            )
-        _check_parameters(module, optimizer)
-        return mode
-
     def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
         if self.dataset is not None and self.dataset is not data_loader.dataset:
             warnings.warn(
-                "PrivacyEngine detected new dataset object. Was: "
-                f"{self.dataset}, got: {data_loader.dataset}. Privacy accounting works per "
-                "dataset, please initialize new PrivacyEngine if you're using different dataset. "
-                "You can ignore this warning if two datasets above represent the same logical "
-                "dataset",
+                "this PrivacyEngine has accounted for another dataset object "
+                f"({self.dataset}) and now gets {data_loader.dataset}. Epsilon is counted for one "
+                "dataset: use an engine for each, unless both objects hold the same samples",
                 stacklevel=3,
             )
 
@@ -516,19 +484,3 @@ def _expected_batch_size(
 ) -> int | float:
     size = int(len(data_loader.dataset) * sample_rate + 1e-6)  # type: ignore[arg-type]
     return size / dist.get_world_size() if distributed else size
-
-
-def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("module has no trainable parameters: nothing would be trained")
-    known = {id(p) for p in module.parameters()}
-    groups = optimizer.param_groups
-    foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
-    if foreign:
-        raise ValueError(
-            "Module parameters are different than optimizer Parameters: the optimizer holds "
-            f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
-            "the optimizer from module.parameters(), after the module has been fixed, moved and "
-            "sharded"
-        )

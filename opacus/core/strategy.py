@@ -107,7 +107,8 @@ class TwoPass:
         parameters: All named parameters of the model, frozen ones too, as the optimizer
             holds them (under FSDP the sharded ones).
         deferred: Whether norms wait for the end of the backward pass.
-        budget_bytes: See :class:`~opacus.core.norms.NormLedger`.
+        budget_bytes: See :class:`~opacus.core.norms.NormLedger`; by default
+            :func:`default_budget`.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class TwoPass:
         Raises:
             RuntimeError: A trainable parameter received a gradient past the taps.
         """
-        self.ledger = NormLedger(
-            losses.shape[0], deferred=self.deferred, budget_bytes=self.budget_bytes
-        )
+        budget = self.budget_bytes
+        if budget is None:
+            budget = default_budget(losses.device)
+        self.ledger = NormLedger(losses.shape[0], deferred=self.deferred, budget_bytes=budget)
         before = {name: _fingerprint(p) for name, p in self.parameters}
         with self._in(Phase.NORMS):
             losses.sum().backward(retain_graph=True)
@@ -247,6 +249,13 @@ class TwoPass:
     def __getstate__(self) -> dict[str, Any]:
         transient = {"ledger": None, "phase": Phase.IDLE, "_factors": None, "_excluded": None}
         return {**self.__dict__, **transient}
+
+
+def default_budget(device: torch.device) -> int | None:
+    """Memory for records that wait: a twentieth of a CUDA device's, elsewhere no limit."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory // 20
 
 
 def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:

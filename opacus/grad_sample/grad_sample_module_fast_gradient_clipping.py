@@ -196,6 +196,21 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         return self.per_sample_gradient_norms
 
     @property
+    def deferred_norm_budget(self) -> int | None:
+        """Bytes that deferred records may hold; beyond it the oldest are computed early.
+
+        ``None`` (the default) means a twentieth of a CUDA device's memory, and no limit on
+        the CPU. The numbers are the same whatever the budget.
+        """
+        return self._strategy.budget_bytes
+
+    @deferred_norm_budget.setter
+    def deferred_norm_budget(self, value: int | None) -> None:
+        if value is not None and value < 0:
+            raise ValueError(f"deferred_norm_budget must be a number of bytes >= 0, got {value}")
+        self._strategy.budget_bytes = value
+
+    @property
     def _deferred_norm_cache(self) -> list[Record]:
         """Records of the running norm pass whose norm has not been computed yet."""
         ledger = self._strategy.ledger

@@ -19,8 +19,8 @@ from opacus.core.state import PrivacyParams
 from opacus.optimizers.utils import params
 
 UNCLEARED = (
-    "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy "
-    "guarantees you must call optimizer.zero_grad() on each step"
+    "the gradients of an earlier step are still there and would be released a second time: call "
+    "optimizer.zero_grad() in each step"
 )
 
 
@@ -104,7 +104,7 @@ class DPOptimizer(Optimizer):
             raise TypeError(f"{type(self).__name__} got unexpected arguments {unknown}")
         if loss_reduction == "mean" and expected_batch_size is None:
             raise ValueError(
-                "You must provide expected_batch_size of the DP optimizer when using mean reduction"
+                "expected_batch_size is needed with loss_reduction='mean', to divide by"
             )
         self.original_optimizer = optimizer
         self._privacy = PrivacyParams(

@@ -83,6 +83,19 @@ def test_ghost_norms_equal_oracle(name: str, deferred: bool) -> None:
     )
 
 
+def test_deferred_norms_within_a_budget_are_the_same() -> None:
+    inputs, targets = PROBLEMS["language"].batch(B)
+    _, norms = oracle("language", inputs, targets, 1.0)
+    model, _, loss_fn = private("language", "ghost", 0.5, deferred_norm=True)
+    for budget, waiting in ((None, True), (0, False)):
+        model.deferred_norm_budget = budget
+        loss = loss_fn(model(inputs), targets)
+        model._strategy.norm_pass(loss.loss_per_sample)
+        assert bool(model._deferred_norm_cache) is waiting
+        got = model.compute_all_norms_parallel()
+        torch.testing.assert_close(got.double(), norms, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("name", ["mlp", "language", "channels"])
 def test_sum_reduction(name: str, mode: str) -> None:

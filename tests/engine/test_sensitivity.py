@@ -72,8 +72,7 @@ def test_per_layer_clipping_equals_oracle(mode: str) -> None:
     limits = norms.median(0).values.tolist()
     factors = (torch.tensor(limits) / (norms + 1e-6)).clamp(max=1)
     want = [
-        sum(factors[i, j] * grads[j] for i, grads in enumerate(samples))
-        for j in range(len(limits))
+        sum(factors[i, j] * grads[j] for i, grads in enumerate(samples)) for j in range(len(limits))
     ]
     model = build("mlp")
     out = make(model, mode, max_grad_norm=limits, clipping="per_layer")

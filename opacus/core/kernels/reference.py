@@ -142,7 +142,10 @@ def _slots(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     """Batched product with an fp32 result (fp64 for fp64) and no half-precision rounding."""
-    with torch.autocast(left.device.type, enabled=False):  # the backward pass may run under it
-        if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
-            return torch.bmm(left, right, out_dtype=torch.float32)
-        return torch.bmm(widen(left), widen(right))
+    device = left.device.type
+    if torch.is_autocast_enabled(device):  # the backward pass may run under it
+        with torch.autocast(device, enabled=False):
+            return _bmm(left, right)
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(widen(left), widen(right))
