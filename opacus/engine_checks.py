@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -59,6 +61,15 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError("module has no trainable parameters: nothing would be trained")
     known = {id(p) for p in module.parameters()}
     groups = optimizer.param_groups
+    held = {id(p) for group in groups for p in group["params"]}
+    left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left:
+        warnings.warn(
+            f"the optimizer does not hold {len(left)} trainable parameters ({left[:5]} ...): "
+            "they count in the clipping norm but are not trained. Freeze them, and let no other "
+            "optimizer use their gradients, which get no noise",
+            stacklevel=4,
+        )
     foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
     if foreign:
         raise ValueError(

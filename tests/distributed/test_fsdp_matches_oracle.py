@@ -70,11 +70,12 @@ class Case:
     sizes: tuple[int, ...]
     deferred: bool = False
     reduction: str = "mean"
+    parts: int = 1  # physical batches of each logical batch
 
     def __str__(self) -> str:
         when = "deferred" if self.deferred else "immediate"
         sizes = "+".join(map(str, self.sizes))
-        return f"{self.name}-{self.how}-{self.mode}-{when}-{self.reduction}-{sizes}"
+        return f"{self.name}-{self.how}-{self.mode}-{when}-{self.reduction}-{sizes}/{self.parts}"
 
 
 STEPS = 3
@@ -108,17 +109,24 @@ def train(rank: int, case: Case, clip: float) -> dict[str, Any]:
     rows = slice(start, start + case.sizes[rank])
     result: dict[str, Any] = {}
     for step in range(STEPS):
-        dp_optimizer.zero_grad()
-        if len(out) == 4:
-            out[2](private(inputs[rows]), targets[rows]).backward()
-        else:
-            losses = criterion(name, "none")(private(inputs[rows]), targets[rows])
-            (losses.sum() if reduction == "sum" else losses.sum() / max(len(losses), 1)).backward()
-        dp_optimizer.step()
+        for part in range(case.parts):
+            dp_optimizer.signal_skip_step(part < case.parts - 1)
+            dp_optimizer.zero_grad()
+            x, y = (
+                inputs[rows].tensor_split(case.parts)[part],
+                targets[rows].tensor_split(case.parts)[part],
+            )
+            if len(out) == 4:
+                out[2](private(x), y).backward()
+            else:
+                losses = criterion(name, "none")(private(x), y)
+                scale = 1 if reduction == "sum" else max(len(losses), 1)
+                (losses.sum() / scale).backward()
+            dp_optimizer.step()
         if step == 0:
             grads = [full(p.grad).clone() for p in model.parameters() if p.requires_grad]
             result["grads"] = grads
-            if case.mode == "ghost_fsdp":
+            if case.mode == "ghost_fsdp" and case.parts == 1:
                 result["norms"] = private.per_sample_gradient_norms
                 result["all_norms"] = private.gather_norm_samples()
     result["parameters"] = [full(p.detach()) for p in model.parameters()]
@@ -170,6 +178,8 @@ def cases_of(world_size: int) -> list[Case]:
     for name in ("reused", "own_parameters", "in_place", "frozen", "channels"):
         cases += [Case(name, "fsdp", "ghost_fsdp", uneven, True)]
     cases += [Case("checkpoint_reentrant", "fsdp", "ghost_fsdp", uneven)]
+    cases += [Case("language", "fsdp", "ghost_fsdp", (1, 7), d, parts=3) for d in both]
+    cases += [Case("mlp", "dpddp", m, (5, 3), parts=3) for m in ("hooks", "ghost")]
     for how in ("ddp", "dpddp"):
         for reduction in ("mean", "sum"):
             cases += [Case("mlp", how, "hooks", SPLITS[2]["even"], reduction=reduction)]
