@@ -61,6 +61,14 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError("module has no trainable parameters: nothing would be trained")
     known = {id(p) for p in module.parameters()}
     groups = optimizer.param_groups
+    foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
+    if foreign:
+        raise ValueError(
+            "Module parameters are different than optimizer Parameters: the optimizer holds "
+            f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
+            "the optimizer from module.parameters(), after the module has been fixed, moved and "
+            "sharded"
+        )
     held = {id(p) for group in groups for p in group["params"]}
     left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if left:
@@ -69,12 +77,4 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             "they count in the clipping norm but are not trained. Freeze them, and let no other "
             "optimizer use their gradients, which get no noise",
             stacklevel=4,
-        )
-    foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
-    if foreign:
-        raise ValueError(
-            "Module parameters are different than optimizer Parameters: the optimizer holds "
-            f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
-            "the optimizer from module.parameters(), after the module has been fixed, moved and "
-            "sharded"
         )

@@ -73,6 +73,9 @@ class Generation:
     uses: Counter[str] = field(default_factory=Counter)
     waiting: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
 
+    def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
+        return Generation, ()  # copies and pickles of a model start afresh
+
 
 @dataclass(eq=False)
 class ForwardPass:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger, add_rows, pad_rows
+from opacus.core.processed import is_processed
 from opacus.core.recorder import Generation, Record, Recorder
 
 
@@ -52,6 +53,8 @@ class Materialise:
         last = self._last.get(id(parameter))
         same_rows = last is not None and last() is record.generation
         known: Any = getattr(parameter, "grad_sample", None)
+        if known is not None and not same_rows and _was_cleared(parameter, known):
+            known = None
         if known is None:
             parameter.grad_sample = pad_rows(grad, record.rows)  # type: ignore[attr-defined]
         elif same_rows and isinstance(known, list):
@@ -146,6 +149,9 @@ class TwoPass:
         if budget is None:
             budget = default_budget(losses.device)
         self.ledger = NormLedger(losses.shape[0], deferred=self.deferred, budget_bytes=budget)
+        for _, parameter in self.parameters:
+            if parameter.grad is not None and is_processed(parameter.grad):
+                parameter.grad = None  # a step has used it; nothing is added to it
         before = {name: _fingerprint(p) for name, p in self.parameters}
         with self._in(Phase.NORMS):
             losses.sum().backward(retain_graph=True)
@@ -256,6 +262,16 @@ def default_budget(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory // 20
+
+
+def _was_cleared(parameter: nn.Parameter, grad_sample: Any) -> bool:
+    """Whether a step has used ``grad_sample`` and ``grad`` has been cleared since.
+
+    ``model.zero_grad()`` of a model that is not wrapped cannot clear ``grad_sample``.
+    """
+    last = grad_sample[-1] if isinstance(grad_sample, list) else grad_sample
+    grad = parameter.grad
+    return is_processed(last) and not (grad is not None and is_processed(grad))
 
 
 def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:

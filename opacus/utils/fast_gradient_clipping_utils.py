@@ -120,6 +120,9 @@ class DPTensorFastGradientClipping:
     def __truediv__(self, other: Any) -> DPTensorFastGradientClipping:
         return self._with(self.loss_per_sample / other)
 
+    def __pow__(self, other: Any) -> DPTensorFastGradientClipping:
+        return self._with(self.loss_per_sample**other)
+
     def __neg__(self) -> DPTensorFastGradientClipping:
         return self._with(-self.loss_per_sample)
 

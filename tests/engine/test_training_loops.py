@@ -1,0 +1,90 @@
+"""Ways in which people write their training loops, and copy their models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.test_modes_match_oracle import B, assert_close, oracle, private, trainable
+from tests.problems import PROBLEMS
+
+
+def gradients(run: tuple[Any, Any, Any], clear: str, model: nn.Module) -> list[torch.Tensor]:
+    """Gradients of the second of two equal steps."""
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    private_model, optimizer, loss_fn = run
+    for _ in range(2):
+        if clear == "before":
+            optimizer.zero_grad()
+        loss = loss_fn(private_model(inputs), targets)
+        if clear == "between":
+            optimizer.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            weights = [p.clone() for p in trainable(model)]
+            optimizer.step()
+            for p, w in zip(trainable(model), weights, strict=True):
+                p.copy_(w)
+        grads = [p.grad.clone() for p in trainable(model)]
+        if clear == "model":
+            model.zero_grad()
+        elif clear == "none":
+            optimizer.zero_grad(set_to_none=True)
+    return grads
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("clear", ["before", "between", "model", "none"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_gradients_may_be_cleared_anywhere(mode: str, clear: str, wrapped: bool) -> None:
+    want, norms = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
+    assert (norms > 0.5).any()
+    made, optimizer, loss_fn = private("mlp", mode, 0.5, wrap_model=wrapped)
+    model = made._module
+    run = (made if wrapped else model, optimizer, loss_fn)
+    assert_close(gradients(run, clear, model), [w / B for w in want])
+
+
+def test_gradients_never_cleared() -> None:
+    run = private("mlp", "hooks", 0.5)
+    with pytest.raises(ValueError, match="zero_grad"):
+        gradients(run, "never", run[0]._module)
+    # In ghost modes the used gradient is replaced: each step is private by itself.
+    want, _ = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
+    run = private("mlp", "ghost", 0.5)
+    assert_close(gradients(run, "never", run[0]._module), [w / B for w in want])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "functorch"])
+def test_a_copy_is_alive(mode: str, how: str) -> None:
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    model, _, loss_fn = private("mlp", mode, 0.5)
+    loss_fn(model(inputs), targets).backward()
+    if how == "deepcopy":
+        again = copy.deepcopy(model)
+    elif how == "pickle":
+        again = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        again = torch.load(buffer, weights_only=False)
+    again.zero_grad()
+    losses = nn.functional.cross_entropy(again(inputs), targets)
+    losses.backward()
+    if mode == "ghost":
+        _, norms = oracle("mlp", inputs, targets, 0.5)
+        torch.testing.assert_close(again.get_norm_sample().double(), norms, rtol=1e-5, atol=1e-6)
+    else:
+        assert all(p.grad_sample.shape[0] == B for p in again.parameters())
+        assert all(
+            p.grad_sample is not q.grad_sample
+            for p, q in zip(again.parameters(), model.parameters(), strict=True)
+        )
