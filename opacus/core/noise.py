@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _ODD = 0x9E3779B97F4A7C15  # odd, so that its multiples differ in every power of two
@@ -153,9 +155,14 @@ def stream_of(tensor: DTensor) -> int:
             index = index * mesh.size(axis) + coordinate[axis]
     if not axes:
         return 0
+    return (_number_of(mesh) << 40) + (axes << 32) + index + 1
+
+
+@functools.lru_cache(maxsize=32)
+def _number_of(mesh: DeviceMesh) -> int:
+    """A number for the ranks of a mesh, equal on all of them."""
     ranks = repr(mesh.mesh.tolist()).encode()
-    of_mesh = int.from_bytes(hashlib.sha256(ranks).digest()[:6], "big")
-    return (of_mesh << 40) + (axes << 32) + index + 1
+    return int.from_bytes(hashlib.sha256(ranks).digest()[:6], "big")
 
 
 def replicas(tensor: DTensor) -> int:

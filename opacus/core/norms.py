@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares
 from opacus.core.recorder import Layer, Record
+from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
 
 # Records of at most this many elements are stacked and handled in one batched
@@ -85,10 +86,11 @@ class NormLedger:
         if self.budget_bytes is not None:
             self._shrink()
 
-    def known(self) -> dict[str, Tensor]:
-        """The squared norms that have been computed so far."""
-        formed = {o: sum_of_squares(g) for o, g in self.formed.items() if o not in self._norm_sq}
-        return {**self._norm_sq, **formed}
+    def known(self, owners: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The squared norms computed so far, of all parameters or of ``owners`` alone."""
+        wanted = self._norm_sq.keys() | self.formed.keys() if owners is None else set(owners)
+        formed = {o: sum_of_squares(self.formed[o]) for o in wanted & self.formed.keys()}
+        return {**formed, **{o: self._norm_sq[o] for o in wanted & self._norm_sq.keys()}}
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
@@ -190,14 +192,6 @@ class NormLedger:
             del self._waiting[index]
             self._held_bytes -= _bytes_of(record)
             self._compute([record])
-
-
-def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """``tensor`` with zero rows appended up to ``rows``."""
-    missing = rows - tensor.shape[0]
-    if missing <= 0:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
 def add_rows(known: Tensor, grad: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import rounded_down
-from opacus.core.norms import NormLedger, add_rows, pad_rows
+from opacus.core.norms import NormLedger, add_rows
 from opacus.core.processed import is_processed
 from opacus.core.recorder import Generation, Record, Recorder
+from opacus.core.rules.base import pad_rows
 
 
 class Materialise:

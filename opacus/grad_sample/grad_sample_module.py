@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.attach import layers_of
-from opacus.core.norms import add_rows, pad_rows
+from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
+from opacus.core.rules.base import pad_rows
 from opacus.core.strategy import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule

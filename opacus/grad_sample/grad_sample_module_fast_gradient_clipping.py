@@ -164,13 +164,18 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             self._observed = NormLedger(record.rows)
             self._observed_generation = record.generation
             self._per_sample_gradient_norms = None
+            self._publish({})
         if self.loss_reduction == "mean":
             record.backprops = scale_rows(
                 record.backprops, torch.full((record.batch,), float(record.rows))
             )
         with self._recorder.paused():
             self._observed.add(record)
-            self._publish(self._observed.known())
+        known = self._observed.known(record.layer.owners.values())
+        for local, owner in record.layer.owners.items():
+            if owner in known:
+                parameter: Any = record.layer.module._parameters[local]
+                parameter._norm_sample = known[owner].sqrt()
 
     def compute_all_norms_parallel(self) -> Tensor:
         """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.

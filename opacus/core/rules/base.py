@@ -176,6 +176,6 @@ def join_tokens(uses: Sequence[tuple[Tensor, ...]], feature_dims: Sequence[int])
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     """``tensor`` with rows of zeros appended up to ``rows``."""
     missing = rows - tensor.shape[0]
-    if missing == 0:
+    if missing <= 0:
         return tensor
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

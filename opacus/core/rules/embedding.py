@@ -20,13 +20,8 @@ from opacus.core.rules.base import (
 from opacus.core.spec import LayerSpec
 
 
-class EmbeddingRule(LayerRule):
-    """Each lookup adds its backprop to a row of the table; the padding row gets none."""
-
-    def options(self, module: nn.Module) -> dict[str, Any]:
-        assert isinstance(module, nn.Embedding)
-        _refuse(module)
-        return {"padding_idx": module.padding_idx}
+class _TableRule(LayerRule):
+    """What both kinds of table share, once the lookups are known."""
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
@@ -37,6 +32,21 @@ class EmbeddingRule(LayerRule):
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         lookups = self._lookups(spec, activations, backprops)
         return {"weight": table_norm_sq(*lookups, len(backprops))}
+
+    def _lookups(
+        self, spec: LayerSpec, activations: Any, backprops: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, sample and gradient of each lookup, flattened."""
+        raise NotImplementedError
+
+
+class EmbeddingRule(_TableRule):
+    """Each lookup adds its backprop to a row of the table; the padding row gets none."""
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        assert isinstance(module, nn.Embedding)
+        _refuse(module)
+        return {"padding_idx": module.padding_idx}
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -67,7 +77,7 @@ class EmbeddingRule(LayerRule):
         return ids.reshape(-1), _samples(ids), g.flatten(0, 1)
 
 
-class EmbeddingBagRule(LayerRule):
+class EmbeddingBagRule(_TableRule):
     """Sums or means of table rows; ``offsets`` or a two-dimensional input say which."""
 
     def options(self, module: nn.Module) -> dict[str, Any]:
@@ -84,16 +94,6 @@ class EmbeddingBagRule(LayerRule):
     def by_rows(self, activations: Any, batch: int) -> bool:
         # With offsets the lookups are one flat list, whose length may happen to be the batch.
         return activations[0].dim() == 2 and super().by_rows(activations, batch)
-
-    def per_sample_grad(
-        self, spec: LayerSpec, activations: Any, backprops: Any
-    ) -> dict[str, Tensor]:
-        grad = _per_sample(spec, *self._lookups(spec, activations, backprops), len(backprops))
-        return {"weight": grad.to(backprops.dtype)}
-
-    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        lookups = self._lookups(spec, activations, backprops)
-        return {"weight": table_norm_sq(*lookups, len(backprops))}
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
