@@ -16,12 +16,13 @@ class Mode:
             weights (``"expanded_weights"``) or the user (``"user"``).
         strategy: ``"materialise"`` keeps every per-sample gradient for the
             optimizer to clip; ``"two_pass"`` finds the norms in a first backward
-            and the clipped sum in a second one.
+            and the clipped sum in a second one; ``"one_pass"`` keeps what the sum
+            needs instead.
         parallelism: ``"any"`` (one process or DDP), ``"fsdp"`` or ``"tp"``.
     """
 
     samples: Literal["rules", "vmap", "expanded_weights", "user"] = "rules"
-    strategy: Literal["materialise", "two_pass"] = "materialise"
+    strategy: Literal["materialise", "two_pass", "one_pass"] = "materialise"
     parallelism: Literal["any", "fsdp", "tp"] = "any"
 
     @property
@@ -36,7 +37,9 @@ MODES: dict[str, Mode] = {
     "ew": Mode(samples="expanded_weights"),
     "no_op": Mode(samples="user"),
     "ghost": Mode(strategy="two_pass"),
+    "ghost_bk": Mode(strategy="one_pass"),
     "ghost_fsdp": Mode(strategy="two_pass", parallelism="fsdp"),
+    "ghost_fsdp_bk": Mode(strategy="one_pass", parallelism="fsdp"),
     "ghost_tp": Mode(strategy="two_pass", parallelism="tp"),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.planner import Planner
 from opacus.core.recorder import Layer, Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
@@ -38,17 +39,28 @@ class NormLedger:
         deferred: Whether all records wait.
         budget_bytes: Memory that waiting records may hold; beyond it the oldest
             ones that can be computed alone are computed early.
+        planner: Where there will be no second backward pass: decides whether a layer's
+            per-sample gradients are kept or its records are. ``None``: records are
+            dropped once their norm is known.
     """
 
     def __init__(
-        self, batch: int, *, deferred: bool = False, budget_bytes: int | None = None
+        self,
+        batch: int,
+        *,
+        deferred: bool = False,
+        budget_bytes: int | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.batch = batch
         self.deferred = deferred
         self.budget_bytes = budget_bytes
-        # Per-sample gradients of layers whose rule may not be run twice.
+        self.planner = planner
+        # Per-sample gradients that are kept for the clipped sum.
         self.formed: dict[str, Tensor] = {}
         self.formed_layers: set[str] = set()
+        # Records that are kept for it instead.
+        self.held: list[Record] = []
         self._norm_sq: dict[str, Tensor] = {}
         self._waiting: list[Record] = []
         self._done: set[str] = set()
@@ -72,6 +84,8 @@ class NormLedger:
         if rule.needs_parameters and not (rule.measures and alone):
             self._form(record)
             return
+        if self.planner is not None and rule.needs_parameters:
+            self._form(record)  # the parameters are at hand only now
         if name in self._done:
             raise RuntimeError(
                 f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
@@ -79,7 +93,7 @@ class NormLedger:
                 "deferred_norm=True), which waits for all uses of a layer"
             )
         if alone and (rule.needs_parameters or not self.deferred):
-            self._compute([record])
+            self._settle([record])
             return
         self._waiting.append(record)
         self._held_bytes += _bytes_of(record)
@@ -98,7 +112,7 @@ class NormLedger:
         shared = [r for r in waiting if r.layer.shared]
         by_layer = _by_layer(r for r in waiting if not r.layer.shared)
         for records in _by_shape(uses[0] for uses in by_layer if len(uses) == 1):
-            self._compute(records)
+            self._settle(records)
         for uses in by_layer:
             if len(uses) > 1:
                 self._compute_uses(uses)
@@ -109,6 +123,17 @@ class NormLedger:
         return self._norm_sq
 
     # --- how one group is computed ---
+
+    def _settle(self, records: Sequence[Record]) -> None:
+        """Norms of layers that stand alone; with a planner, also what is kept of each."""
+        if self.planner is not None:
+            stored = [r for r in records if self.planner.stores(r)]
+            for record in stored:
+                self._form(record)
+            records = [r for r in records if r.spec.name not in self.formed_layers]
+            self.held += records
+        if records:
+            self._compute(records)
 
     def _form(self, record: Record) -> None:
         """Form a layer's per-sample gradients once and keep them for the clipped sum.
@@ -148,12 +173,16 @@ class NormLedger:
         joined = layer.rule.join(spec, [(r.activations, r.backprops) for r in records])
         if joined is None:
             return self._compute_shared(records)
+        if self.planner is not None:
+            self.held += records
         self._done.add(spec.name)
         for name, value in layer.rule.norm_sq(spec, *joined).items():
             self._add(layer, name, value)
 
     def _compute_shared(self, records: Sequence[Record]) -> None:
         """Parameters with several layers or uses: sum the per-sample gradients first."""
+        if self.planner is not None:
+            self.held += records
         largest = max((_largest_parameter(r.spec) for r in records), default=1)
         rows = max(1, CHUNK_ELEMENTS // max(1, largest))
         parts: dict[str, list[Tensor]] = {}
@@ -191,7 +220,7 @@ class NormLedger:
                 continue
             del self._waiting[index]
             self._held_bytes -= _bytes_of(record)
-            self._compute([record])
+            self._settle([record])
 
 
 def add_rows(known: Tensor, grad: Tensor) -> Tensor:

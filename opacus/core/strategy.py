@@ -2,7 +2,8 @@
 
 ``Materialise`` keeps every per-sample gradient for the optimizer to clip.
 ``TwoPass`` (ghost clipping, arXiv:2110.05679, arXiv:2009.03106) finds the norms in
-a first backward and forms only the clipped sum in a second one.
+a first backward and forms only the clipped sum in a second one. ``OnePass``
+(``one_pass.py``) keeps what the sum needs, so that there is no second one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger, add_rows
+from opacus.core.planner import Planner
 from opacus.core.processed import is_processed
 from opacus.core.recorder import Generation, Record, Recorder
 from opacus.core.rules.base import pad_rows
@@ -98,13 +100,12 @@ class Phase(enum.Enum):
     SUM = "sum"
 
 
-class TwoPass:
-    """Norms in one backward pass, the clipped sum in a second one.
+class Ghost:
+    """Norms in a backward pass that forms no parameter gradient, then a clipped sum.
 
-    Parameter gradients come from the rules alone, never from autograd: what was
-    not seen cannot enter the sum, and FSDP2 finds in ``unsharded.grad`` exactly the
-    clipped gradient to reduce. A trainable parameter that gets a gradient past the
-    taps is an error that names it.
+    Parameter gradients come from the rules alone, never from autograd: what was not
+    seen cannot enter the sum. A trainable parameter that gets a gradient past the taps
+    is an error that names it.
 
     Args:
         recorder: Recorder with ``detach=True`` whose sink is :meth:`receive`.
@@ -114,6 +115,9 @@ class TwoPass:
         budget_bytes: See :class:`~opacus.core.norms.NormLedger`; by default
             :func:`default_budget`.
     """
+
+    # Whether the graph is needed again after the norm pass.
+    retains_graph: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -127,21 +131,19 @@ class TwoPass:
         self.parameters = parameters
         self.deferred = deferred
         self.budget_bytes = budget_bytes
+        self.planner: Planner | None = None
+        self.held_budget: int | None = None
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
-        self._factors: Tensor | Mapping[str, Tensor] | None = None
-        self._excluded: Tensor | None = None
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             self.ledger.add(record)
-        elif self.phase is Phase.SUM:
-            self._add_gradient(record)
 
-    def norm_pass(self, losses: Tensor) -> None:
-        """First backward: fills :attr:`ledger` with the records of ``losses`` ``[B]``.
+    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+        """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
 
         Raises:
             RuntimeError: A trainable parameter received a gradient past the taps.
@@ -149,13 +151,15 @@ class TwoPass:
         budget = self.budget_bytes
         if budget is None:
             budget = default_budget(losses.device)
-        self.ledger = NormLedger(losses.shape[0], deferred=self.deferred, budget_bytes=budget)
+        self.ledger = NormLedger(
+            losses.shape[0], deferred=self.deferred, budget_bytes=budget, planner=self.planner
+        )
         for _, parameter in self.parameters:
             if parameter.grad is not None and is_processed(parameter.grad):
                 parameter.grad = None  # a step has used it; nothing is added to it
         before = {name: _fingerprint(p) for name, p in self.parameters}
         with self._in(Phase.NORMS):
-            losses.sum().backward(retain_graph=True)
+            losses.sum().backward(retain_graph=retain_graph or self.retains_graph)
         self._refuse_leaks(before)
 
     def sum_pass(
@@ -163,26 +167,17 @@ class TwoPass:
         losses: Tensor,
         factors: Tensor | Mapping[str, Tensor],
         excluded: Tensor,
-        **backward: Any,
+        retain_graph: bool = False,
     ) -> None:
-        """Second backward: adds ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
+        """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 
         Args:
-            losses: ``[B]``, the same graph as in :meth:`norm_pass`.
+            losses: ``[B]``, the same as in :meth:`norm_pass`.
             factors: ``[B]`` clipping factors, of all parameters or by parameter name.
             excluded: ``[B]`` bool; rows that must not contribute even as ``0 * NaN``.
-            backward: ``retain_graph`` of the last backward.
+            retain_graph: Keep the graph for another backward pass.
         """
-        self._factors = factors
-        self._excluded = excluded if bool(excluded.any()) else None
-        weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
-        if isinstance(factors, Tensor):
-            weighted = weighted * rounded_down(factors, losses.dtype)
-        try:
-            with self._in(Phase.SUM):
-                weighted.sum().backward(**backward)
-        finally:
-            self._factors = self._excluded = self.ledger = None
+        raise NotImplementedError
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
@@ -192,6 +187,60 @@ class TwoPass:
         finally:
             self.phase, self.recorder.in_backward = Phase.IDLE, False
 
+    def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
+        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        if not leaked:
+            return
+        for name, parameter in self.parameters:
+            if name in leaked:
+                parameter.grad = None
+        raise RuntimeError(
+            f"parameters {leaked} received gradients that were not clipped: they were used "
+            "outside their layer's forward, in eval mode, or made trainable after "
+            "make_private. Use them through their own layer, or freeze them "
+            "(requires_grad_(False)). Nothing was added to the model"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "ledger": None, "phase": Phase.IDLE}
+
+
+class TwoPass(Ghost):
+    """Norms in one backward pass, the clipped sum in a second one.
+
+    In the second pass FSDP2 finds in ``unsharded.grad`` exactly the clipped gradient to
+    reduce. See :class:`Ghost` for the arguments.
+    """
+
+    _factors: Tensor | Mapping[str, Tensor] | None = None
+    _excluded: Tensor | None = None
+
+    def receive(self, record: Record) -> None:
+        """Sink of the recorder."""
+        if self.phase is Phase.SUM:
+            self._add_gradient(record)
+        else:
+            super().receive(record)
+
+    def sum_pass(
+        self,
+        losses: Tensor,
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor,
+        retain_graph: bool = False,
+    ) -> None:
+        """A second backward pass, of ``sum_i factors[i] * losses[i]``."""
+        self._factors = factors
+        self._excluded = excluded if bool(excluded.any()) else None
+        weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
+        if isinstance(factors, Tensor):
+            weighted = weighted * rounded_down(factors, losses.dtype)
+        try:
+            with self._in(Phase.SUM):
+                weighted.sum().backward(retain_graph=retain_graph)
+        finally:
+            self._factors = self._excluded = self.ledger = None
+
     def _add_gradient(self, record: Record) -> None:
         layer = record.layer
         if self.ledger is not None and record.spec.name in self.ledger.formed_layers:
@@ -200,8 +249,8 @@ class TwoPass:
             activations, backprops = record.activations, record.backprops
             if self._excluded is not None:
                 split = layer.rule.by_rows(activations, record.batch)
-                activations = _without(self._excluded, activations) if split else activations
-                backprops = _clear_rows(backprops, self._excluded)
+                activations = without_rows(self._excluded, activations) if split else activations
+                backprops = clear_rows(backprops, self._excluded)
             grads = self._weighted(record, activations, backprops)
         for name, grad in grads.items():
             parameter = layer.module._parameters[name]
@@ -234,28 +283,13 @@ class TwoPass:
             formed = self.ledger.formed.pop(record.layer.owners[name], None)
             if formed is not None:
                 if self._excluded is not None:
-                    formed = _clear_rows(formed, self._excluded)
+                    formed = clear_rows(formed, self._excluded)
                 factors = self._factor(record, name).to(formed.dtype)
                 sums[name] = torch.tensordot(factors[: len(formed)], formed, dims=1)
         return sums
 
-    def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
-        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
-        if not leaked:
-            return
-        for name, parameter in self.parameters:
-            if name in leaked:
-                parameter.grad = None
-        raise RuntimeError(
-            f"parameters {leaked} received gradients that were not clipped: they were used "
-            "outside their layer's forward, in eval mode, or made trainable after "
-            "make_private. Use them through their own layer, or freeze them "
-            "(requires_grad_(False)). Nothing was added to the model"
-        )
-
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"ledger": None, "phase": Phase.IDLE, "_factors": None, "_excluded": None}
-        return {**self.__dict__, **transient}
+        return {**super().__getstate__(), "_factors": None, "_excluded": None}
 
 
 def default_budget(device: torch.device) -> int | None:
@@ -281,12 +315,13 @@ def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     return function(tensors)
 
 
-def _without(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def without_rows(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The same activations with the excluded rows set to zero."""
-    return tuple(_clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
+    return tuple(clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
 
 
-def _clear_rows(tensor: Tensor, excluded: Tensor) -> Tensor:
+def clear_rows(tensor: Tensor, excluded: Tensor) -> Tensor:
+    """The same tensor ``[B, ...]`` with the excluded rows set to zero."""
     rows = excluded[: tensor.shape[0]].to(tensor.device)
     return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0.0)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
 from opacus.core.norms import NormLedger, total_norms
+from opacus.core.one_pass import GradientSink, LocalSink, OnePass
 from opacus.core.recorder import Generation, Layer, Record
 from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
-from opacus.core.strategy import Phase, TwoPass
+from opacus.core.strategy import Ghost, Phase, TwoPass
 from opacus.grad_sample._samplers import FormedRule, Sampler, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -66,6 +67,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         use_ghost_clipping: ``False`` forms per-sample gradients to take their norms
             (fast gradient clipping) instead of using the rules' shortcuts.
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
+        book_keeping: Keep what the clipped sum needs, so that there is no second backward
+            pass: faster, with more memory (the ``_bk`` modes).
 
     Guarantee: after the criterion's ``backward()``, each parameter's ``grad`` has
     grown by the sum over samples of ``c_i g_i`` with ``c_i ||g_i|| <= C``.
@@ -85,8 +88,10 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
+        book_keeping: bool = False,
     ) -> None:
         self.use_ghost_clipping = use_ghost_clipping
+        self.book_keeping = book_keeping
         deferred = deferred_from_environment() if deferred_norm is None else bool(deferred_norm)
         self._use_deferred_norm = deferred
         super().__init__(
@@ -128,14 +133,19 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     # --- one step ---
 
-    def norm_pass(self, losses: Tensor) -> None:
-        """First backward pass of the per-sample losses ``[B]``, then all norms."""
+    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+        """First backward pass of the per-sample losses ``[B]``, then all norms.
+
+        Args:
+            losses: The losses with their graph.
+            retain_graph: Keep the graph where no second pass needs it.
+        """
         if not self.hooks_enabled:
             raise RuntimeError(
                 "hooks are disabled, so nothing can be clipped: call enable_hooks() first"
             )
         self._observed = self._observed_generation = None
-        self._strategy.norm_pass(losses)
+        self._strategy.norm_pass(losses, retain_graph)
         self.compute_all_norms_parallel()
 
     def capture_backprops_hook(
@@ -231,7 +241,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         return clip_each(norms, by_name)
 
     def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
-        """Second backward pass: adds the clipped sum to the parameters' ``grad``.
+        """Add the clipped sum to the parameters' ``grad``, by a second backward pass.
+
+        In the ``_bk`` modes it is formed from what the first one kept.
 
         Args:
             losses: ``[B]`` per-sample losses, those of :meth:`norm_pass`.
@@ -279,9 +291,42 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 layer.rule = FormedRule(layer.rule)
         return layers
 
-    def _make_strategy(self) -> TwoPass:
+    def _make_strategy(self) -> Ghost:
         parameters = list(self._module.named_parameters())
-        return TwoPass(self._recorder, parameters, deferred=self._use_deferred_norm)
+        deferred = self._use_deferred_norm
+        if self.book_keeping:
+            return OnePass(self._recorder, parameters, deferred=deferred, sink=self._make_sink())
+        return TwoPass(self._recorder, parameters, deferred=deferred)
+
+    def _make_sink(self) -> GradientSink:
+        """Where the clipped sums of a single backward pass go."""
+        return LocalSink(dict(self._module.named_parameters()))
+
+    def explain(self) -> str:
+        """The plan of the latest step: what was kept of each layer, and what it costs.
+
+        Raises:
+            RuntimeError: The mode keeps nothing: it is none of the ``_bk`` modes.
+        """
+        planner = self._strategy.planner
+        if planner is None:
+            raise RuntimeError("there is a plan in the *_bk modes only, for each step that was run")
+        return planner.table()
+
+    @property
+    def held_budget(self) -> int | None:
+        """Bytes that may be kept for the clipped sum in the ``_bk`` modes.
+
+        Beyond it the smaller of per-sample gradients and records is kept. ``None`` (the
+        default): most of what is free on a CUDA device, and no limit on the CPU.
+        """
+        return self._strategy.held_budget
+
+    @held_budget.setter
+    def held_budget(self, value: int | None) -> None:
+        if value is not None and value < 0:
+            raise ValueError(f"held_budget must be a number of bytes >= 0, got {value}")
+        self._strategy.held_budget = value
 
     def log_module_gradient_sample_mode(
         self, module: nn.Module, *, force_functorch: bool = False, use_ghost_clipping: bool = True
@@ -309,6 +354,7 @@ class GradSampleModuleFastGradientClipping(
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
+        book_keeping: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         GradSampleHooksFastGradientClipping.__init__(
@@ -321,5 +367,6 @@ class GradSampleModuleFastGradientClipping(
             max_grad_norm=max_grad_norm,
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
+            book_keeping=book_keeping,
         )
         self.grad_accumulation_hook = None

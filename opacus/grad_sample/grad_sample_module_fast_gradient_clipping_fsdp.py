@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.fsdp_policy import reduce_dtypes
 from opacus.core.layout import gather_rows, sum_gradients
+from opacus.core.one_pass import GradientSink
+from opacus.core.reduction import ShardedSink
 from opacus.core.sharded import is_dtensor
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -35,6 +38,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         max_grad_norm: Clipping norm C.
         use_ghost_clipping: ``False`` forms per-sample gradients to take their norms.
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
+        book_keeping: Keep what the clipped sum needs, so that there is no second backward
+            pass; the sum is then reduce-scattered here rather than by FSDP2.
 
     Raises:
         ValueError: There is no process group, a trainable parameter is not sharded, or
@@ -52,6 +57,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
+        book_keeping: bool = False,
     ) -> None:
         _check_sharded(m)
         super().__init__(
@@ -63,8 +69,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             max_grad_norm=max_grad_norm,
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
+            book_keeping=book_keeping,
         )
         sum_gradients(m)
+
+    def _make_sink(self) -> GradientSink:
+        parameters = dict(self._module.named_parameters())
+        return ShardedSink(parameters, reduce_dtypes(self._module))
 
     def gather_norm_samples(self) -> Tensor:
         """All-gathered norms of the global batch, in rank order (a collective call).
@@ -90,6 +101,7 @@ class GradSampleModuleFastGradientClippingFSDP(
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
+        book_keeping: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         GradSampleHooksFastGradientClippingFSDP.__init__(
@@ -102,6 +114,7 @@ class GradSampleModuleFastGradientClippingFSDP(
             max_grad_norm=max_grad_norm,
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
+            book_keeping=book_keeping,
         )
         self.grad_accumulation_hook = None
 

@@ -100,8 +100,11 @@ def wrap_model(
         kwargs: Keyword arguments of the class.
     """
     cls: Any = get_gsm_class(grad_sample_mode) if wrap_model else get_hooks_class(grad_sample_mode)
-    if mode_of(grad_sample_mode).samples == "vmap":
+    mode = mode_of(grad_sample_mode)
+    if mode.samples == "vmap":
         kwargs["force_functorch"] = True
+    if mode.strategy == "one_pass":
+        kwargs["book_keeping"] = True
     return cls(model, *args, **kwargs)
 
 
@@ -125,9 +128,9 @@ def _classes_of(
         return None, GradSampleModuleExpandedWeights
     if mode.strategy == "materialise" and mode.samples in ("rules", "vmap"):
         return GradSampleHooks, GradSampleModule
-    if mode.strategy == "two_pass" and mode.parallelism == "any":
+    if mode.needs_criterion and mode.parallelism == "any":
         return GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
-    if mode.strategy == "two_pass" and mode.parallelism == "fsdp":
+    if mode.needs_criterion and mode.parallelism == "fsdp":
         return GradSampleHooksFastGradientClippingFSDP, GradSampleModuleFastGradientClippingFSDP
     return GradSampleHooksFastGradientClippingTP, GradSampleModuleFastGradientClippingTP
 

@@ -55,8 +55,8 @@ def get_optimizer_class(
             f"Unexpected optimizer parameters. Clipping: {clipping!r}, distributed: {distributed}; "
             "clipping must be 'flat', 'per_layer' or 'adaptive'"
         )
-    if mode.strategy == "two_pass":
-        return _two_pass_class(clipping, distributed, mode)
+    if mode.needs_criterion:
+        return _ghost_class(clipping, distributed, mode)
     if clipping == "flat":
         return DistributedDPOptimizer if distributed else DPOptimizer
     if clipping == "per_layer":
@@ -69,7 +69,7 @@ def get_optimizer_class(
     return AdaClipDPOptimizer
 
 
-def _two_pass_class(clipping: str, distributed: bool, mode: Mode) -> type[DPOptimizer]:
+def _ghost_class(clipping: str, distributed: bool, mode: Mode) -> type[DPOptimizer]:
     # The criterion clips, flat or per layer, before gradients reach the optimizer.
     if clipping == "adaptive":
         raise ValueError(

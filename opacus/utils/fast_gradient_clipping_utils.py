@@ -60,7 +60,7 @@ class DPTensorFastGradientClipping:
             RuntimeError: A trainable parameter was used past its layer.
         """
         self._check_accumulation()
-        self.module.norm_pass(self.loss_per_sample)
+        self.module.norm_pass(self.loss_per_sample, retain_graph)
         self.module.sum_pass(self.loss_per_sample, self.module.clip(), retain_graph)
         self.optimizer.note_clipped_batch()
 

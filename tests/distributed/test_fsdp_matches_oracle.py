@@ -126,7 +126,7 @@ def train(rank: int, case: Case, clip: float) -> dict[str, Any]:
         if step == 0:
             grads = [full(p.grad).clone() for p in model.parameters() if p.requires_grad]
             result["grads"] = grads
-            if case.mode == "ghost_fsdp" and case.parts == 1:
+            if case.mode.startswith("ghost_fsdp") and case.parts == 1:
                 result["norms"] = private.per_sample_gradient_norms
                 result["all_norms"] = private.gather_norm_samples()
     result["parameters"] = [full(p.detach()) for p in model.parameters()]
@@ -168,22 +168,25 @@ def cases_of(world_size: int) -> list[Case]:
     """Everything that is tried with so many processes."""
     both = (False, True)
     splits = SPLITS[world_size].values()
-    cases = [Case("language", "fsdp", "ghost_fsdp", s, d) for s in splits for d in both]
+    modes = ("ghost_fsdp", "ghost_fsdp_bk")
+    cases = [Case("language", "fsdp", m, s, d) for m in modes for s in splits for d in both]
     if world_size != 2:
         return cases
     uneven = SPLITS[2]["uneven"]
-    cases += [Case("checkpoint", "fsdp", "ghost_fsdp", uneven, d) for d in both]
-    for how in ("fsdp_leaves", "fsdp_root"):
-        cases += [Case("language", how, "ghost_fsdp", uneven, d, "sum") for d in both]
-    for name in ("reused", "own_parameters", "in_place", "frozen", "channels"):
-        cases += [Case(name, "fsdp", "ghost_fsdp", uneven, True)]
-    cases += [Case("checkpoint_reentrant", "fsdp", "ghost_fsdp", uneven)]
-    cases += [Case("language", "fsdp", "ghost_fsdp", (1, 7), d, parts=3) for d in both]
-    cases += [Case("mlp", "dpddp", m, (5, 3), parts=3) for m in ("hooks", "ghost")]
+    for mode in modes:
+        cases += [Case("checkpoint", "fsdp", mode, uneven, d) for d in both]
+        for how in ("fsdp_leaves", "fsdp_root"):
+            cases += [Case("language", how, mode, uneven, d, "sum") for d in both]
+        for name in ("reused", "own_parameters", "in_place", "frozen", "channels"):
+            cases += [Case(name, "fsdp", mode, uneven, True)]
+        cases += [Case("checkpoint_reentrant", "fsdp", mode, uneven)]
+        cases += [Case("language", "fsdp", mode, (1, 7), d, parts=3) for d in both]
+    cases += [Case("mlp", "dpddp", m, (5, 3), parts=3) for m in ("hooks", "ghost", "ghost_bk")]
     for how in ("ddp", "dpddp"):
         for reduction in ("mean", "sum"):
             cases += [Case("mlp", how, "hooks", SPLITS[2]["even"], reduction=reduction)]
-            cases += [Case("mlp", how, "ghost", uneven, reduction=reduction)]
+            for mode in ("ghost", "ghost_bk"):
+                cases += [Case("mlp", how, mode, uneven, reduction=reduction)]
     return cases
 
 

@@ -51,7 +51,9 @@ def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost-deferred", "functorch"])
+@pytest.mark.parametrize(
+    "mode", ["hooks", "ghost", "ghost-deferred", "ghost_bk", "ghost_bk-deferred", "functorch"]
+)
 def test_clipped_gradient_equals_oracle(name: str, mode: str) -> None:
     inputs, targets = PROBLEMS[name].batch(B)
     _, norms = oracle(name, inputs, targets, 1.0)
@@ -73,10 +75,11 @@ def test_clipped_gradient_equals_oracle(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_ghost_norms_equal_oracle(name: str, deferred: bool) -> None:
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_ghost_norms_equal_oracle(name: str, mode: str, deferred: bool) -> None:
     inputs, targets = PROBLEMS[name].batch(B)
     _, norms = oracle(name, inputs, targets, 1.0)
-    model, _, loss_fn = private(name, "ghost", 0.5, deferred_norm=deferred)
+    model, _, loss_fn = private(name, mode, 0.5, deferred_norm=deferred)
     loss_fn(model(inputs), targets).backward()
     torch.testing.assert_close(
         model.per_sample_gradient_norms.double(), norms, rtol=1e-5, atol=1e-7
@@ -96,7 +99,7 @@ def test_deferred_norms_within_a_budget_are_the_same() -> None:
         torch.testing.assert_close(got.double(), norms, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 @pytest.mark.parametrize("name", ["mlp", "language", "channels"])
 def test_sum_reduction(name: str, mode: str) -> None:
     inputs, targets = PROBLEMS[name].batch(B)
@@ -112,7 +115,7 @@ def test_sum_reduction(name: str, mode: str) -> None:
     assert_close([p.grad for p in trainable(model)], want)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 @pytest.mark.parametrize("name", ["mlp", "language", "channels", "own_parameters"])
 def test_empty_batch_leaves_zero_gradient(name: str, mode: str) -> None:
     inputs, targets = PROBLEMS[name].batch(B)
@@ -122,7 +125,7 @@ def test_empty_batch_leaves_zero_gradient(name: str, mode: str) -> None:
     assert all(p.grad.abs().max() == 0 for p in trainable(model))
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_sample_that_is_not_finite_contributes_nothing(mode: str, value: float) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)
@@ -135,7 +138,7 @@ def test_a_sample_that_is_not_finite_contributes_nothing(mode: str, value: float
     assert_close([p.grad for p in trainable(model)], [w / B for w in want])
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_physical_batches_add_up(mode: str) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)
     want, _ = oracle("mlp", inputs, targets, 0.5)
@@ -149,7 +152,7 @@ def test_physical_batches_add_up(mode: str) -> None:
     assert_close([p.grad for p in trainable(model)], [w / B for w in want])
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_two_backward_calls_accumulate(mode: str) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)
     want, _ = oracle("mlp", inputs, targets, 0.5)

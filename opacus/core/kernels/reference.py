@@ -25,14 +25,16 @@ def widen(tensor: Tensor) -> Tensor:
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """``[B, ...] -> [B]``, accumulated in at least fp32.
 
-    Not by ``vector_norm``: on CPUs its rounding errors grow with the number of elements,
-    to 1e-3 at 16 million.
+    On CPUs not by ``vector_norm``: its rounding errors grow with the number of elements
+    there, to 1e-3 at 16 million.
     """
     batch = tensor.shape[0]
     total = widen(tensor.new_zeros(batch))
     if tensor.numel() == 0:
         return total
     flat = tensor.reshape(batch, -1)
+    if tensor.is_cuda:  # one pass, a tree of fp32 sums
+        return torch.linalg.vector_norm(flat, dim=1, dtype=total.dtype).square()
     for part in flat.split(max(1, CHUNK_ELEMENTS // batch), dim=1):
         total = total + widen(part).square().sum(1)
     return total
@@ -63,10 +65,21 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
 
 def gram_is_cheaper(tokens: int, d: int, p: int) -> bool:
     """Whether Gram matrices cost less than the product ``A^T G``."""
+    return _gram_cost(tokens, d, p) < _width_cost(tokens, d, p)
+
+
+def product_cost(tokens: int, d: int, p: int) -> int:
+    """What :func:`product_norm_sq` costs a sample, in multiply-adds."""
+    return min(_gram_cost(tokens, d, p), _width_cost(tokens, d, p))
+
+
+def _gram_cost(tokens: int, d: int, p: int) -> int:
     # Tiles left of the diagonal are skipped.
-    gram = tokens * (tokens + min(tokens, GRAM_ROWS)) // 2 * (d + p + ELEMENT_COST)
-    width = tokens * d * p + ELEMENT_COST * d * p
-    return gram < width
+    return tokens * (tokens + min(tokens, GRAM_ROWS)) // 2 * (d + p + ELEMENT_COST)
+
+
+def _width_cost(tokens: int, d: int, p: int) -> int:
+    return tokens * d * p + ELEMENT_COST * d * p
 
 
 def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:

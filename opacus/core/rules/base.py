@@ -35,6 +35,8 @@ class LayerRule:
     needs_parameters: bool = False
     # Whether such a rule's norms are measured by themselves, without per-sample gradients.
     measures: bool = False
+    # Whether norms follow from this rank's per-sample gradients alone.
+    norm_is_local: bool = True
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.
@@ -54,6 +56,10 @@ class LayerRule:
         """Squared norms ``[B]`` of the per-sample gradients, in fp32 (fp64 for fp64)."""
         grads = self.per_sample_grad(spec, activations, backprops)
         return {name: sum_of_squares(grad) for name, grad in grads.items()}
+
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float | None:
+        """Multiply-adds of :meth:`norm_sq`; ``None`` if it forms the per-sample gradients."""
+        return None
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None

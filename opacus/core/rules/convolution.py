@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.reference import (
     CHUNK_ELEMENTS,
+    product_cost,
     product_norm_sq,
     sum_of_squares,
     widen,
@@ -72,6 +73,13 @@ class ConvRule(LayerRule):
         if "bias" in spec.params:
             norms["bias"] = sum_of_squares(widen(g).flatten(3).sum((1, 3)))
         return norms
+
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
+        _, g = _uses(spec, activations, backprops)
+        groups = spec.options["groups"]
+        inputs = math.prod(spec.shapes.get("weight", (1, 1))[1:])
+        tokens = g.shape[1] * math.prod(g.shape[3:])
+        return len(g) * groups * product_cost(tokens, inputs, g.shape[2] // groups)
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None

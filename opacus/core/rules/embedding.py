@@ -33,6 +33,9 @@ class _TableRule(LayerRule):
         lookups = self._lookups(spec, activations, backprops)
         return {"weight": table_norm_sq(*lookups, len(backprops))}
 
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
+        return 0.0  # sorting and adding, no products
+
     def _lookups(
         self, spec: LayerSpec, activations: Any, backprops: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.reference import product_norm_sq, sum_of_squares, widen
+from opacus.core.kernels.reference import product_cost, product_norm_sq, sum_of_squares, widen
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
 
@@ -35,6 +35,10 @@ class LinearRule(LayerRule):
         if "bias" in spec.params:
             norms["bias"] = sum_of_squares(_token_sum(g))
         return norms
+
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
+        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        return len(x) * product_cost(x.shape[1], x.shape[2], g.shape[2])
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None

@@ -34,6 +34,7 @@ class TensorParallelRule(LayerRule):
         self.rule = rule
         self.module = module
         self.needs_parameters = rule.needs_parameters
+        self.norm_is_local = False
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         return self.rule.options(module)

@@ -1,0 +1,206 @@
+"""One backward pass: what the clipped sum needs is kept, not computed again.
+
+Book-keeping (arXiv:2210.00038) keeps activations and backprops; storing forms the
+per-sample gradient once and weights it later. The :class:`~opacus.core.planner.Planner`
+chooses for each layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.kernels.weighted_sum import weighted_sum
+from opacus.core.planner import Planner, free_memory
+from opacus.core.recorder import Record, Recorder
+from opacus.core.rules.base import scale_rows
+from opacus.core.strategy import Ghost, clear_rows, without_rows
+
+
+class GradientSink(Protocol):
+    """Where the clipped sums go: to a parameter, or through a reduction over ranks."""
+
+    def put(self, name: str, terms: Terms) -> None:
+        """Take the terms whose sum is the gradient of parameter ``name``."""
+
+    def finish(self) -> None:
+        """All parameters have been put: set their ``grad``."""
+
+
+class Terms:
+    """The terms of one parameter's clipped sum, evaluated when there is room for it.
+
+    Args:
+        stored: ``[B, *shape]`` per-sample gradients, or ``None``.
+        later: Each gives one further term, of the parameter's shape, when called.
+        factors: ``[B]`` clipping factors of this parameter.
+        excluded: ``[B]`` bool.
+    """
+
+    def __init__(
+        self,
+        stored: Tensor | None,
+        later: Sequence[Callable[[], Tensor]],
+        factors: Tensor,
+        excluded: Tensor,
+    ) -> None:
+        self.stored = stored
+        self.later = list(later)
+        self.factors = factors
+        self.excluded = excluded
+
+    def write(self, out: Tensor) -> None:
+        """Write the sum to ``out``, whose elements are in the order of the parameter's."""
+        first = self.stored is None
+        if self.stored is not None:
+            rows = len(self.stored)
+            cut = self.stored.view(rows, *out.shape)
+            weighted_sum(cut, self.factors[:rows], self.excluded[:rows], out=out)
+        elif not self.later:
+            out.zero_()
+        for term in self.later:
+            value = term().reshape(out.shape)
+            out = out.copy_(value) if first else out.add_(value)
+            first = False
+
+    def value(self) -> Tensor | None:
+        """The sum as a tensor of its own."""
+        total = None
+        if self.stored is not None:
+            rows = len(self.stored)
+            total = weighted_sum(self.stored, self.factors[:rows], self.excluded[:rows])
+        for term in self.later:
+            total = term() if total is None else total + term()
+        return total
+
+
+class LocalSink:
+    """Adds each sum to the parameter's ``grad`` on this process."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def put(self, name: str, terms: Terms) -> None:
+        parameter, total = self.parameters[name], terms.value()
+        if total is None:
+            return
+        total = total.to(parameter.dtype)
+        parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def finish(self) -> None:
+        """Everything has been added already."""
+
+
+class OnePass(Ghost):
+    """Norms and everything that the clipped sum needs, in a single backward pass.
+
+    Guarantee: that of :class:`~opacus.core.strategy.TwoPass`. Where per-sample gradients
+    are stored, the numbers that are summed are the very ones that were measured.
+
+    Memory: what is kept, see :class:`~opacus.core.planner.Planner`; nothing outlives
+    :meth:`sum_pass`.
+    """
+
+    retains_graph: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        deferred: bool = False,
+        budget_bytes: int | None = None,
+        sink: GradientSink | None = None,
+    ) -> None:
+        super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
+        self.planner: Planner = Planner()
+        self.sink: GradientSink = sink or LocalSink(dict(parameters))
+
+    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+        """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
+        budget = self.held_budget
+        self.planner.start(free_memory(losses.device) if budget is None else budget)
+        super().norm_pass(losses, retain_graph)
+
+    def sum_pass(
+        self,
+        losses: Tensor,
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor,
+        retain_graph: bool = False,
+    ) -> None:
+        """Weight and add what was kept; runs no backward pass."""
+        assert self.ledger is not None
+        ledger, self.ledger = self.ledger, None
+        sums = _KeptSums(ledger.held, factors, excluded)
+        ledger.held = []
+        for name, parameter in self.parameters:
+            if not parameter.requires_grad:
+                continue
+            own = factors if isinstance(factors, Tensor) else factors.get(name)
+            if own is None:  # a parameter without a norm took no part
+                own = torch.zeros(len(excluded), device=excluded.device)
+            stored = ledger.formed.pop(name, None)
+            self.sink.put(name, Terms(stored, sums.terms_of(name), own, excluded))
+        self.sink.finish()
+
+
+class _KeptSums:
+    """Weighted gradients of the kept records, each computed when first asked for.
+
+    Args:
+        records: The kept records.
+        factors: Of all parameters or by parameter name.
+        excluded: ``[B]`` bool.
+    """
+
+    def __init__(
+        self, records: list[Record], factors: Tensor | Mapping[str, Tensor], excluded: Tensor
+    ) -> None:
+        self.factors = factors
+        self.excluded = excluded
+        self._by_owner: dict[str, list[Record]] = {}
+        self._grads: dict[int, dict[str, Tensor]] = {}
+        for record in records:
+            for owner in {record.layer.owners[n] for n in record.spec.params}:
+                self._by_owner.setdefault(owner, []).append(record)
+
+    def terms_of(self, owner: str) -> list[Callable[[], Tensor]]:
+        """The terms of parameter ``owner``."""
+        records = self._by_owner.pop(owner, ())
+        return [functools.partial(self._weighted, record, owner) for record in records]
+
+    def _weighted(self, record: Record, owner: str) -> Tensor:
+        owners = record.layer.owners
+        grads = self._grads.setdefault(id(record), {})
+        names = [n for n in record.spec.params if owners[n] == owner]
+        if names[0] not in grads:
+            # With flat clipping all parameters of the layer have the same factors.
+            flat = isinstance(self.factors, Tensor)
+            grads |= self._of_layer(record, record.spec.params if flat else tuple(names), owner)
+        first, *rest = [grads.pop(name) for name in names]
+        for more in rest:
+            first = first + more
+        return first
+
+    def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
+        factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
+        activations, backprops = _finite(record, self.excluded)
+        backprops = scale_rows(backprops, factors[: record.batch])
+        spec = replace(record.spec, params=names)
+        return record.layer.rule.weighted_grad(spec, activations, backprops, None)
+
+
+def _finite(record: Record, excluded: Tensor) -> tuple[Any, Any]:
+    """Activations and backprops whose excluded rows are zero."""
+    activations, backprops = record.activations, record.backprops
+    if not excluded.is_cuda and not bool(excluded.any()):
+        return activations, backprops
+    if record.layer.rule.by_rows(activations, record.batch):
+        activations = without_rows(excluded, activations)
+    return activations, clear_rows(backprops, excluded)

@@ -1,0 +1,209 @@
+"""Sums clipped gradients over ranks into the shards of FSDP2's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opacus.core.one_pass import Terms
+from opacus.core.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Elements of a bucket, counted unsharded. Larger parameters have one of their own.
+BUCKET_ELEMENTS = 1 << 26
+# Buckets whose reduction may run while the next one is filled.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a parameter lies on the ranks.
+
+    Attributes:
+        group: Ranks that hold its different shards.
+        replicas: Ranks that hold the same shard (HSDP), or ``None``.
+        world: Number of shards W.
+        dim: Dimension that is cut.
+        size: Elements of the largest shard, which all are padded to.
+        dtype: Type in which gradients are summed.
+    """
+
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    world: int
+    dim: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Elements of the padded whole."""
+        return self.world * self.size
+
+
+@dataclass
+class _Bucket:
+    """One reduction: the parameters in it, where each starts, and its buffers."""
+
+    names: list[str]
+    starts: list[int] = field(default_factory=list)
+    whole: Tensor | None = None
+    shard: Tensor | None = None
+    work: Any = None
+
+
+class ShardedSink:
+    """Reduce-scatters clipped sums, a bucket at a time, while the next bucket is filled.
+
+    Every rank reduces all trainable parameters in the same order, also those that took
+    no part in its own batch: an unused branch or an empty batch cannot make ranks wait
+    for each other.
+
+    Args:
+        parameters: Trainable and frozen parameters by name, sharded by FSDP2.
+        reduce_dtypes: Type in which the gradient of each is summed.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self.parameters = parameters
+        self.reduce_dtypes = reduce_dtypes
+        self._shards: dict[str, Shards] = {}
+        self._waiting: dict[str, Terms] = {}
+        self._elements = 0
+        self._flying: list[_Bucket] = []
+
+    def put(self, name: str, terms: Terms) -> None:
+        """Take one parameter; starts a reduction when a bucket is full."""
+        shards = self._shards_of(name)
+        previous = next(reversed(self._waiting), None)
+        if previous is not None and (
+            self._elements + shards.elements > BUCKET_ELEMENTS
+            or not _same_reduction(self._shards_of(previous), shards)
+        ):
+            self._launch()
+        self._waiting[name] = terms
+        self._elements += shards.elements
+
+    def finish(self) -> None:
+        """Reduce what is left and set every parameter's ``grad``."""
+        if self._waiting:
+            self._launch()
+        while self._flying:
+            self._land(self._flying.pop(0))
+
+    def _launch(self) -> None:
+        waiting, self._waiting, self._elements = self._waiting, {}, 0
+        bucket = _Bucket(list(waiting))
+        first = self._shards_of(bucket.names[0])
+        if len(self._flying) >= IN_FLIGHT:
+            self._land(self._flying.pop(0))
+        total = sum(self._shards_of(n).size for n in bucket.names)
+        device = next(iter(waiting.values())).excluded.device
+        bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
+        start = 0
+        for name in bucket.names:
+            shards = self._shards_of(name)
+            part = bucket.whole[:, start : start + shards.size]
+            _fill(part, waiting.pop(name), self.parameters[name].shape, shards)
+            bucket.starts.append(start)
+            start += shards.size
+        bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
+        bucket.work = dist.reduce_scatter_tensor(
+            bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True
+        )
+        self._flying.append(bucket)
+
+    def _land(self, bucket: _Bucket) -> None:
+        bucket.work.wait()
+        bucket.whole = bucket.work = None
+        assert bucket.shard is not None
+        replicas = self._shards_of(bucket.names[0]).replicas
+        if replicas is not None:
+            dist.all_reduce(bucket.shard, group=replicas)
+        for name, start in zip(bucket.names, bucket.starts, strict=True):
+            parameter: Any = self.parameters[name]
+            grad = _as_gradient(bucket.shard[start:], parameter)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _shards_of(self, name: str) -> Shards:
+        if name not in self._shards:
+            dtype = self.reduce_dtypes.get(name, torch.float32)
+            self._shards[name] = shards_of(name, self.parameters[name], dtype)
+        return self._shards[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": {}, "_waiting": {}, "_elements": 0, "_flying": []}
+
+
+def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
+    """How ``parameter`` lies on the ranks.
+
+    Raises:
+        ValueError: It is not sharded along exactly one mesh axis, the last one.
+    """
+    places = parameter.placements if is_dtensor(parameter) else ()
+    axes = [axis for axis, place in enumerate(places) if place.is_shard()]
+    if axes != [len(places) - 1] or len(places) > 2:
+        raise ValueError(
+            f"parameter '{name}' has placements {places}: the *_fsdp_bk modes need FSDP2 on a "
+            "mesh with one axis, or (replicate, shard). Use the mode without _bk"
+        )
+    mesh, axis = parameter.device_mesh, axes[0]
+    dim = getattr(places[axis], "dim", 0)
+    world = mesh.size(axis)
+    rows = -(-parameter.shape[dim] // world)
+    rest = parameter.numel() // max(1, parameter.shape[dim])
+    wide = torch.float64 if parameter.dtype == torch.float64 else dtype
+    return Shards(
+        group=mesh.get_group(axis),
+        replicas=mesh.get_group(0) if axis else None,
+        world=world,
+        dim=dim,
+        size=rows * rest,
+        dtype=wide,
+    )
+
+
+def _same_reduction(one: Shards, other: Shards) -> bool:
+    return (one.group, one.replicas, one.dtype) == (other.group, other.replicas, other.dtype)
+
+
+def _fill(part: Tensor, terms: Terms, shape: torch.Size, shards: Shards) -> None:
+    """Write a gradient into ``part`` ``[W, size]``, row r the shard of rank r."""
+    if shards.dim == 0 and shards.elements == shape.numel():
+        terms.write(part)
+        return
+    part.zero_()
+    whole = terms.value()
+    if whole is not None:
+        for row, piece in zip(part, _pieces(whole, shards), strict=False):
+            row[: piece.numel()].copy_(piece.reshape(-1))
+
+
+def _pieces(whole: Tensor, shards: Shards) -> Iterable[Tensor]:
+    return whole.chunk(shards.world, dim=shards.dim)
+
+
+def _as_gradient(flat: Tensor, parameter: DTensor) -> DTensor:
+    """This rank's shard, at the start of ``flat``, as a gradient of ``parameter``."""
+    from torch.distributed.tensor import DTensor
+
+    local = parameter.to_local()
+    grad = flat[: local.numel()].view(local.shape).to(device=local.device, dtype=local.dtype)
+    return DTensor.from_local(
+        grad,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
