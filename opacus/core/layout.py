@@ -16,7 +16,8 @@ parallelism the rule of a split layer sums its parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 
 from opacus.core.noise import ShardedNoise, gaussian
 from opacus.core.sharded import is_dtensor, is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Single:
@@ -38,6 +42,11 @@ class Single:
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
         """Noise of standard deviation ``std`` for one gradient, or None where none is due."""
         return gaussian(std, reference, self.generator, self.secure_mode)
+
+    def noised(self, std: float, sums: Sequence[Tensor]) -> list[Tensor]:
+        """New tensors: each sum with the noise that is due to it here."""
+        draws = (self.noise(std, total) for total in sums)
+        return [t.clone() if n is None else t + n for t, n in zip(sums, draws, strict=True)]
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the noised gradients over ranks, where that has not been done."""
@@ -87,6 +96,15 @@ class Sharded(Single):
             )
         return self.streams.draw(std, reference)
 
+    def noised(self, std: float, sums: Sequence[Tensor]) -> list[Tensor]:
+        if self.secure_mode or not all(is_dtensor(total) for total in sums):
+            return super().noised(std, sums)
+        # On the local shards: an operation on a DTensor costs more time than this noise.
+        shards: list[Any] = list(sums)
+        noises = self.streams.draw_shards(std, shards)
+        torch._foreach_add_(noises, [shard.to_local() for shard in shards])
+        return [as_sharded(n, shard) for n, shard in zip(noises, shards, strict=True)]
+
 
 class TensorParallel(Single):
     """Layers split over ranks that all hold the same samples."""
@@ -99,6 +117,27 @@ class TensorParallel(Single):
         if is_dtensor(reference):
             return self.streams.draw(std, reference)
         return self.streams.draw_equal(std, reference)
+
+
+def as_sharded(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's shard of a tensor that lies on the ranks as ``like`` does."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide all tensors in place, this rank's shards of sharded ones."""
+    locals_ = [t.to_local() if is_dtensor(t) else t for t in tensors]
+    if locals_:
+        torch._foreach_div_(locals_, divisor)
 
 
 def sum_gradients(model: nn.Module) -> None:

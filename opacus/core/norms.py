@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.kernels.reference import sum_of_squares, sums_of_squares
 from opacus.core.planner import Planner
 from opacus.core.recorder import Layer, Record
 from opacus.core.rules.base import pad_rows
@@ -118,8 +118,10 @@ class NormLedger:
                 self._compute_uses(uses)
         if shared:
             self._compute_shared(shared)
-        for owner in self.formed.keys() - self._norm_sq.keys():
-            self._accumulate(owner, sum_of_squares(self.formed[owner]))
+        left = [owner for owner in self.formed if owner not in self._norm_sq]
+        norms = sums_of_squares([self.formed[owner] for owner in left])
+        for owner, norm_sq in zip(left, norms, strict=True):
+            self._accumulate(owner, norm_sq)
         return self._norm_sq
 
     # --- how one group is computed ---

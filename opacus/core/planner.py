@@ -82,21 +82,21 @@ class Planner:
             return False
         choice = self._choice(record)
         what = choice.what
-        smaller = min(choice.bytes, key=choice.bytes.__getitem__)
-        full = self.budget_bytes is not None and (
-            self.held_bytes + choice.bytes[what] > self.budget_bytes
-        )
-        what = smaller if full else what
+        budget = self.budget_bytes
+        if budget is not None and self.held_bytes + choice.bytes[what] > budget:
+            what = min(choice.bytes, key=choice.bytes.__getitem__)
         self.held_bytes += choice.bytes[what]
         self.choices[choice.layer] = choice
         return what == "store"
 
     def _choice(self, record: Record) -> Choice:
-        tensors = [t for t in tree_leaves((record.activations, record.backprops)) if _tensor(t)]
-        key = (record.spec.name, record.spec.params, *(t.shape for t in tensors))
-        if key not in self._known:
-            self._known[key] = _compare(record, tensors)
-        return self._known[key]
+        tensors = _tensors(record)
+        spec = record.spec
+        key = (spec.name, spec.params, *[t.shape for t in tensors])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _compare(record, tensors)
+        return known
 
     def table(self) -> str:
         """The plan of the latest backward pass, a line for each layer."""
@@ -147,5 +147,8 @@ def free_memory(device: torch.device) -> int | None:
     return int((free + cached) * FREE_MEMORY_SHARE)
 
 
-def _tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+def _tensors(record: Record) -> list[Tensor]:
+    activations, backprops = record.activations, record.backprops
+    if isinstance(activations, tuple) and isinstance(backprops, Tensor):
+        return [*activations, backprops]
+    return [t for t in tree_leaves((activations, backprops)) if isinstance(t, Tensor)]

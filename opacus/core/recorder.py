@@ -62,8 +62,13 @@ class Layer:
     def trainable_now(self) -> LayerSpec:
         """The spec restricted to the parameters that still require gradients."""
         parameters = self.module._parameters
+        for name in self.spec.params:
+            if not _requires_grad(parameters.get(name)):
+                break
+        else:
+            return self.spec
         names = tuple(n for n in self.spec.params if _requires_grad(parameters.get(n)))
-        return self.spec if names == self.spec.params else replace(self.spec, params=names)
+        return replace(self.spec, params=names)
 
 
 @dataclass(eq=False)
@@ -109,7 +114,7 @@ class Record:
     def batch(self) -> int:
         """Number of samples in this record."""
         first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
-        return int(first.shape[0])
+        return first.shape[0]  # type: ignore[no-any-return]
 
 
 class Recorder:
@@ -216,10 +221,12 @@ class Recorder:
     def tap(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
         """Send ``output`` through a tap; returns what the layer's caller gets."""
         spec = layer.trainable_now()
-        outputs, out_tree = tree_flatten(output)
-        picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
         if not spec.params:
             return output
+        if len(args) == 1 and not kwargs and _plain(args[0]) and _plain(output):
+            return self._tap_one(layer, spec, args[0], output)
+        outputs, out_tree = tree_flatten(output)
+        picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
         if not picked and self.detach:
             raise RuntimeError(
                 f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
@@ -233,11 +240,19 @@ class Recorder:
         use = _Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
         picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
         use.register(picked_outputs[0].shape, counted=not self.in_backward)
-        anchor = torch.zeros((), requires_grad=True)
-        tapped = _Tap.apply(anchor, use, len(picked), *picked_outputs, *tensors)
+        tapped = _Tap.apply(_ANCHOR, use, len(picked), *picked_outputs, *tensors)
         for index, tensor in zip(picked, tapped, strict=True):
             outputs[index] = tensor
         return tree_unflatten(outputs, out_tree)
+
+    def _tap_one(self, layer: Layer, spec: LayerSpec, x: Tensor, output: Tensor) -> Any:
+        """:meth:`tap` for what most layers do: one tensor in, one out."""
+        if not output.is_floating_point() and not output.is_complex():
+            return output
+        use = _Use(self, layer, spec, self._forward_pass(), None, None)
+        output = self._spread(use, output, [x])
+        use.register(output.shape, counted=not self.in_backward)
+        return _Tap.apply(_ANCHOR, use, 1, output, x)[0]
 
     def _forward_pass(self) -> ForwardPass:
         if self._current is not None:
@@ -253,9 +268,9 @@ class Recorder:
         broadcasting, which would sum the samples' gradients before the tap.
         """
         batch = use.forward_pass.batch
-        if self.batch_dim(use.layer) or batch is None or batch == 1 or output.dim() < 2:
+        if batch is None or batch == 1 or output.dim() < 2 or output.shape[0] != 1:
             return output
-        if output.shape[0] != 1 or any(t.dim() and t.shape[0] != 1 for t in inputs):
+        if self.batch_dim(use.layer) or any(t.dim() and t.shape[0] != 1 for t in inputs):
             return output
         return output.expand(batch, *output.shape[1:])
 
@@ -263,25 +278,23 @@ class Recorder:
 
     def deliver(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Build the record of one use and hand it to the sink."""
-        self._generation_done(use)
+        forward_pass, name = use.forward_pass, use.spec.name
+        generation = forward_pass.generation
+        generation.waiting.discard(use)
         with torch.no_grad():
             dim = self.batch_dim(use.layer)
             backprops = tuple(_to_front(g.detach(), dim) for g in grads)
-            activations = self._activations(use, tensors, backprops)
             self.sink(
                 Record(
                     layer=use.layer,
                     spec=use.spec,
-                    activations=activations,
+                    activations=self._activations(use, tensors, backprops),
                     backprops=backprops[0] if len(backprops) == 1 else backprops,
-                    rows=max(use.forward_pass.rows.get(use.spec.name, 0), backprops[0].shape[0]),
-                    reused=use.forward_pass.generation.uses[use.spec.name] > 1,
-                    generation=use.forward_pass.generation,
+                    rows=max(forward_pass.rows.get(name, 0), backprops[0].shape[0]),
+                    reused=generation.uses[name] > 1,
+                    generation=generation,
                 )
             )
-
-    def _generation_done(self, use: _Use) -> None:
-        use.forward_pass.generation.waiting.discard(use)
 
     def _activations(
         self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
@@ -318,7 +331,14 @@ class _LayerHooks:
 
 
 class _Use:
-    """One use of a layer, from its forward until its graph is gone."""
+    """One use of a layer, from its forward until its graph is gone.
+
+    Args:
+        inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
+            that was called with one tensor.
+    """
+
+    __slots__ = ("__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "spec")
 
     def __init__(
         self,
@@ -326,15 +346,15 @@ class _Use:
         layer: Layer,
         spec: LayerSpec,
         forward_pass: ForwardPass,
-        inputs: list[Any],
-        in_tree: TreeSpec,
+        inputs: list[Any] | None,
+        in_tree: TreeSpec | None,
     ) -> None:
         self.recorder = recorder
         self.layer = layer
         self.spec = spec
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
-        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs]
+        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
         self._in_tree = in_tree
 
     def register(self, output_shape: torch.Size, *, counted: bool) -> None:
@@ -350,6 +370,8 @@ class _Use:
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's arguments, with ``tensors`` in the places of the original ones."""
+        if self._in_tree is None:
+            return (tensors[0],), {}
         fresh = iter(tensors)
         leaves = [next(fresh) if i is _PLACE else i for i in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._in_tree)
@@ -357,6 +379,8 @@ class _Use:
 
 
 _PLACE = object()
+# Gives a tap a place in the graph where neither input nor output requires gradients.
+_ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class _Tap(torch.autograd.Function):
@@ -394,6 +418,10 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batc
     parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
     buffers = {n: b for n, b in module._buffers.items() if b is not None}
     return Call(args, kwargs, parameters, buffers, batch_dim)
+
+
+def _plain(value: Any) -> bool:
+    return type(value) is Tensor
 
 
 def _requires_grad(parameter: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.layout import as_sharded
 from opacus.core.one_pass import Terms
 from opacus.core.sharded import is_dtensor
 
@@ -195,15 +196,6 @@ def _pieces(whole: Tensor, shards: Shards) -> Iterable[Tensor]:
 
 def _as_gradient(flat: Tensor, parameter: DTensor) -> DTensor:
     """This rank's shard, at the start of ``flat``, as a gradient of ``parameter``."""
-    from torch.distributed.tensor import DTensor
-
     local = parameter.to_local()
     grad = flat[: local.numel()].view(local.shape).to(device=local.device, dtype=local.dtype)
-    return DTensor.from_local(
-        grad,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_sharded(grad, parameter)

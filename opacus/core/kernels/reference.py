@@ -5,6 +5,8 @@ Letters: B samples, T tokens, d and p features, V rows of a table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ CHUNK_ELEMENTS = 1 << 26
 ELEMENT_COST = 64
 # Rows of a Gram matrix formed at once; what lies left of the diagonal is skipped.
 GRAM_ROWS = 512
+# Up to so many samples their gradients' norms are computed as separate tensors.
+FEW_SAMPLES = 8
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -38,6 +42,16 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     for part in flat.split(max(1, CHUNK_ELEMENTS // batch), dim=1):
         total = total + widen(part).square().sum(1)
     return total
+
+
+def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`sum_of_squares` of many tensors ``[B, ...]``, on a GPU in few launches."""
+    few = all(t.is_cuda and 0 < len(t) <= FEW_SAMPLES for t in tensors)
+    if not few or not tensors or any(t.dtype == torch.float64 for t in tensors):
+        return [sum_of_squares(t) for t in tensors]
+    rows = [row for t in tensors for row in t.unbind()]
+    norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
+    return list(norms.split([len(t) for t in tensors]))
 
 
 def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:

@@ -162,6 +162,8 @@ def scale_rows(backprops: Any, factors: Tensor | None) -> Any:
 def as_tokens(tensor: Tensor, feature_dims: int = 1) -> Tensor:
     """``[B, ..., *features] -> [B, T, *features]``; T is 1 where there is no such dimension."""
     split = tensor.dim() - feature_dims
+    if split == 2:
+        return tensor
     tokens = math.prod(tensor.shape[1:split])
     return tensor.reshape(tensor.shape[0], tokens, *tensor.shape[split:])
 

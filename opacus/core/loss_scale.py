@@ -1,0 +1,81 @@
+"""Loss scaling (``torch.amp.GradScaler``): which scale gradients carry, and what overflowed.
+
+Note [Loss scale]
+    ``scaler.scale(loss)`` multiplies the loss by S, so that half-precision backprops do not
+    underflow. Every per-sample gradient is then S times too large, and has to be divided
+    by S before its norm is compared with C. With per-sample gradients the optimizer does
+    that in its step, where the scaler says what S is. Ghost clipping clips in
+    ``backward()``, before any scaler speaks; a multiplication does not say who asks for
+    it, and a weight (``2 * loss``) must not be mistaken for a scale. So the loss looks
+    whether the multiplication was written in :meth:`GradScaler.scale`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.amp import GradScaler
+
+SCALING = frozenset({"scale", "apply_scale"})
+STEPPING = frozenset({"step", "_maybe_opt_step"})
+# Wrappers (of schedulers, profilers, trainers) between a scaler and what it calls.
+MOST_FRAMES = 16
+
+
+@dataclass(frozen=True)
+class ScaledStep:
+    """What a scaler says to the optimizer whose step it calls.
+
+    Attributes:
+        scale: S; 1 without a scaler.
+        divided: Whether ``unscale_`` has divided ``p.grad`` by S already.
+        overflow: Whether a gradient is not finite, so that the step is to be skipped.
+        active: Whether there is a scaler.
+    """
+
+    scale: float = 1.0
+    divided: bool = False
+    overflow: bool = False
+    active: bool = False
+
+
+def calling_scaler(functions: frozenset[str]) -> GradScaler | None:
+    """The scaler in one of whose ``functions`` the caller runs, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code.co_name in functions:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, GradScaler):
+                return owner
+        frame = frame.f_back
+    return None
+
+
+def scaled_step(optimizer: Any) -> ScaledStep:
+    """What the scaler that calls ``optimizer.step()`` says; see :class:`ScaledStep`.
+
+    A scaler sets ``optimizer.found_inf``, and ``optimizer.grad_scale`` unless
+    ``unscale_`` was called before.
+
+    Raises:
+        RuntimeError: ``unscale_`` was called, and which scale it divided by is unknown.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return ScaledStep()
+    scale = getattr(optimizer, "grad_scale", None)
+    divided = scale is None
+    if divided:
+        scaler = calling_scaler(STEPPING)
+        if scaler is None:
+            raise RuntimeError(
+                "step() was told of an overflow check, but not by torch.amp.GradScaler, so the "
+                "loss scale is unknown: call scaler.step(optimizer)"
+            )
+        scale = scaler.get_scale()
+    return ScaledStep(float(scale), divided, bool(found), active=True)
