@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from opacus.core.recorder import Layer
-from opacus.core.rules import LayerRule, rule_for
-from opacus.core.spec import make_spec
+from opacus.core.rules import RULES, LayerRule, rule_for
+from opacus.core.spec import LayerSpec, make_spec
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
@@ -29,11 +29,18 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         except ValueError as error:
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(module._parameters[p])] for p in spec.params}
-        own = spec.options.get("batch_first", getattr(module, "batch_first", None))
-        batch_first = own if isinstance(own, bool) else None
-        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first))
+        written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
+        batch_first = written.batch_leads or _own_layout(module, spec)
+        features = written.features(spec)
+        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first, features=features))
     _mark_shared(layers)
     return layers
+
+
+def _own_layout(module: nn.Module, spec: LayerSpec) -> bool | None:
+    """What a layer says of itself: whether its batch comes first."""
+    own = spec.options.get("batch_first", getattr(module, "batch_first", None))
+    return own if isinstance(own, bool) else None
 
 
 def _mark_shared(layers: list[Layer]) -> None:

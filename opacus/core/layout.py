@@ -17,7 +17,7 @@ parallelism the rule of a split layer sums its parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch import Tensor, nn
 
 from opacus.core.noise import ShardedNoise, gaussian
 from opacus.core.sharded import is_dtensor, is_fsdp
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class Single:
@@ -44,7 +41,7 @@ class Single:
         return gaussian(std, reference, self.generator, self.secure_mode)
 
     def noised(self, std: float, sums: Sequence[Tensor]) -> list[Tensor]:
-        """New tensors: each sum with the noise that is due to it here."""
+        """Each sum with the noise that is due to it here; the sums may be overwritten."""
         draws = (self.noise(std, total) for total in sums)
         return [t.clone() if n is None else t + n for t, n in zip(sums, draws, strict=True)]
 
@@ -101,9 +98,8 @@ class Sharded(Single):
             return super().noised(std, sums)
         # On the local shards: an operation on a DTensor costs more time than this noise.
         shards: list[Any] = list(sums)
-        noises = self.streams.draw_shards(std, shards)
-        torch._foreach_add_(noises, [shard.to_local() for shard in shards])
-        return [as_sharded(n, shard) for n, shard in zip(noises, shards, strict=True)]
+        self.streams.add_to_shards(std, shards)
+        return shards
 
 
 class TensorParallel(Single):
@@ -117,20 +113,6 @@ class TensorParallel(Single):
         if is_dtensor(reference):
             return self.streams.draw(std, reference)
         return self.streams.draw_equal(std, reference)
-
-
-def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """This rank's shard of a tensor that lies on the ranks as ``like`` does."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
 
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:

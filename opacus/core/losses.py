@@ -61,7 +61,8 @@ def _unflatten(losses: Tensor, samples: int) -> Tensor:
     if samples == 0 or losses.shape[0] % samples:
         raise ValueError(
             f"the criterion returned {losses.shape[0]} losses for {samples} samples; pass the "
-            "shape of the unflattened logits as criterion(..., shape=(batch, length, classes))"
+            "shape of the unflattened logits as criterion(..., shape=(batch, length, classes)), or "
+            "batch_first=False to make_private if dimension 0 of the model's inputs is time"
         )
     return losses.reshape(samples, -1)
 

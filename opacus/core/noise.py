@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+# Elements of noise that are drawn at once.
+PIECE_ELEMENTS = 1 << 26
 _ODD = 0x9E3779B97F4A7C15  # odd, so that its multiples differ in every power of two
 
 
@@ -71,18 +73,31 @@ class ShardedNoise:
         self.secure_mode = secure_mode
         self._base: int | None = None
         self._streams: dict[tuple[str, int], torch.Generator] = {}
+        self._meshes: list[DeviceMesh] = []
+
+    def know(self, references: Iterable[Tensor]) -> None:
+        """Learn on which meshes the parameters of a model lie.
+
+        A parameter on a part of the mesh of another one (under FSDP2 with tensor
+        parallelism) is held whole along the axes that it lacks: the noise there is equal.
+        """
+        from torch.distributed.tensor import DTensor
+
+        meshes = {t.device_mesh for t in references if isinstance(t, DTensor)}
+        self._meshes = sorted(meshes, key=lambda mesh: -mesh.ndim)
 
     def draw(self, std: float, reference: DTensor) -> DTensor:
         """A DTensor like ``reference`` whose local part is this shard's noise."""
         from torch.distributed.tensor import DTensor
 
         local = reference.to_local()
-        if self.secure_mode and replicas(reference) > 1:
+        if self.secure_mode and replicas(reference, self._meshes) > 1:
             raise NotImplementedError(
                 "secure_mode=True cannot draw equal noise for the replicas of a shard; "
                 "use a one-dimensional mesh"
             )
-        stream = None if self.secure_mode else self._stream(stream_of(reference), local.device)
+        index = stream_of(reference, self._meshes)
+        stream = None if self.secure_mode else self._stream(index, local.device)
         noise = gaussian(std, local, stream, self.secure_mode)
         return DTensor.from_local(
             noise,
@@ -93,25 +108,23 @@ class ShardedNoise:
             stride=reference.stride(),
         )
 
-    def draw_shards(self, std: float, references: Sequence[DTensor]) -> list[Tensor]:
-        """The local parts of noise for many sharded tensors, drawn in as few calls as possible.
+    def add_to_shards(self, std: float, tensors: Sequence[DTensor]) -> None:
+        """Add noise to the local parts of many sharded tensors, in place and in few calls.
 
-        Tensors with the same stream follow each other in it. Not for ``secure_mode``.
+        Tensors with the same stream follow each other in it; it is drawn a piece at a time,
+        so that the noise takes little memory. Not for ``secure_mode``.
         """
-        groups: dict[Any, list[int]] = {}
-        shards = [reference.to_local() for reference in references]
-        for place, (reference, shard) in enumerate(zip(references, shards, strict=True)):
-            wide = torch.float64 if shard.dtype == torch.float64 else torch.float32
-            groups.setdefault((stream_of(reference), shard.device, wide), []).append(place)
-        noises: list[Tensor | None] = [None] * len(shards)
-        for (index, device, dtype), places in groups.items():
-            sizes = [shards[place].numel() for place in places]
-            flat = torch.zeros(sum(sizes), device=device, dtype=dtype)
-            if std:
-                flat.normal_(0.0, std, generator=self._stream(index, device))
-            for place, part in zip(places, flat.split(sizes), strict=True):
-                noises[place] = part.view(shards[place].shape)
-        return [noise for noise in noises if noise is not None]
+        if not std:
+            return
+        groups: dict[Any, list[Tensor]] = {}
+        for tensor in tensors:
+            shard = tensor.to_local()
+            key = (stream_of(tensor, self._meshes), shard.device, shard.dtype)
+            groups.setdefault(key, []).append(shard)
+        for (index, device, _), shards in groups.items():
+            stream = self._stream(index, device)
+            for piece in _pieces(shards):
+                _add_noise(std, piece, stream)
 
     def draw_equal(self, std: float, reference: Tensor) -> Tensor:
         """Noise for a plain tensor that every rank holds: the same on all of them."""
@@ -153,29 +166,78 @@ class ShardedNoise:
         return self._base
 
 
+def _pieces(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of at most :data:`PIECE_ELEMENTS` together, or one larger one."""
+    piece: list[Tensor] = []
+    size = 0
+    for shard in shards:
+        if piece and size + shard.numel() > PIECE_ELEMENTS:
+            yield piece
+            piece, size = [], 0
+        piece.append(shard)
+        size += shard.numel()
+    if piece:
+        yield piece
+
+
+def _add_noise(std: float, shards: list[Tensor], stream: torch.Generator) -> None:
+    """Add one draw from ``stream`` to the shards, drawn in fp32 (fp64 for fp64)."""
+    dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
+    sizes = [shard.numel() for shard in shards]
+    noise = torch.empty(sum(sizes), device=shards[0].device, dtype=dtype)
+    parts = noise.normal_(0.0, std, generator=stream).split(sizes)
+    views = [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
+    torch._foreach_add_(shards, views)
+
+
 def fold(seed: int, stream: int) -> int:
     """A seed for a stream; distinct for nearby streams, also in its low bits."""
     return (seed + stream * _ODD) % 2**62
 
 
-def stream_of(tensor: DTensor) -> int:
+def stream_of(tensor: DTensor, meshes: Sequence[DeviceMesh] = ()) -> int:
     """Number of the noise stream of this rank's shard.
 
     Equal for the replicas of a shard; different for different shards, for different
     ways of splitting, and for meshes of different ranks. 0 is a tensor that is not
     split at all.
+
+    Args:
+        tensor: The sharded tensor.
+        meshes: Meshes of the model's other parameters, those with most axes first.
     """
-    mesh = tensor.device_mesh
+    mesh, places = _within(tensor.device_mesh, meshes)
     coordinate = mesh.get_coordinate()
     axes, index = 0, 0
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+    for axis, placement in zip(places, tensor.placements, strict=True):
+        if not placement.is_replicate():  # is_shard() does not know strided shards
             assert coordinate is not None
             axes |= 1 << axis
             index = index * mesh.size(axis) + coordinate[axis]
     if not axes:
         return 0
     return (_number_of(mesh) << 40) + (axes << 32) + index + 1
+
+
+def _within(mesh: DeviceMesh, meshes: Sequence[DeviceMesh]) -> tuple[DeviceMesh, Sequence[int]]:
+    """The widest mesh that ``mesh`` is a part of, itself if none, and its axes there."""
+    for wide in meshes:
+        axes = _axes_in(mesh, wide)
+        if axes is not None:
+            return wide, axes
+    return mesh, range(mesh.ndim)
+
+
+@functools.lru_cache(maxsize=256)
+def _axes_in(mesh: DeviceMesh, wide: DeviceMesh) -> tuple[int, ...] | None:
+    """The axes of ``wide`` that ``mesh`` has, if it is a part of it at this rank."""
+    names, known = mesh.mesh_dim_names or (), wide.mesh_dim_names or ()
+    own = wide.get_coordinate()
+    if mesh.ndim >= wide.ndim or not names or not set(names) <= set(known) or own is None:
+        return None
+    axes = tuple(known.index(name) for name in names)
+    part = wide.mesh[tuple(slice(None) if a in axes else own[a] for a in range(wide.ndim))]
+    return axes if list(axes) == sorted(axes) and torch.equal(part, mesh.mesh) else None
 
 
 @functools.lru_cache(maxsize=32)
@@ -185,11 +247,11 @@ def _number_of(mesh: DeviceMesh) -> int:
     return int.from_bytes(hashlib.sha256(ranks).digest()[:6], "big")
 
 
-def replicas(tensor: DTensor) -> int:
-    """How many ranks hold the same shard."""
-    axes = enumerate(tensor.placements)
-    sizes = (tensor.device_mesh.size(a) for a, p in axes if not p.is_shard())
-    return math.prod(sizes)
+def replicas(tensor: DTensor, meshes: Sequence[DeviceMesh] = ()) -> int:
+    """How many ranks hold the same shard; see :func:`stream_of` for the arguments."""
+    mesh, axes = _within(tensor.device_mesh, meshes)
+    split = {a for a, p in zip(axes, tensor.placements, strict=True) if not p.is_replicate()}
+    return math.prod(mesh.size(axis) for axis in range(mesh.ndim) if axis not in split)
 
 
 def _system_normal(shape: Iterable[int]) -> Tensor:

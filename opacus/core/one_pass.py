@@ -15,11 +15,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.weighted_sum import weighted_sum
+from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.planner import Planner, free_memory
 from opacus.core.recorder import Record, Recorder
 from opacus.core.rules.base import scale_rows
 from opacus.core.strategy import Ghost, clear_rows, without_rows
+
+# Elements of stored gradients that are summed in one launch and then released.
+BUCKET_ELEMENTS = 1 << 26
 
 
 class GradientSink(Protocol):
@@ -84,16 +87,37 @@ class LocalSink:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
+        self._waiting: list[tuple[str, Terms]] = []
+        self._elements = 0
 
     def put(self, name: str, terms: Terms) -> None:
-        parameter, total = self.parameters[name], terms.value()
-        if total is None:
+        if terms.stored is not None and not terms.later:
+            self._waiting.append((name, terms))
+            self._elements += self.parameters[name].numel()
+            if self._elements > BUCKET_ELEMENTS:
+                self.finish()
             return
-        total = total.to(parameter.dtype)
-        parameter.grad = total if parameter.grad is None else parameter.grad + total
+        total = terms.value()
+        if total is not None:
+            self._add(name, total.to(self.parameters[name].dtype))
 
     def finish(self) -> None:
-        """Everything has been added already."""
+        """Form the sums that wait."""
+        waiting, self._waiting, self._elements = self._waiting, [], 0
+        if not waiting:
+            return
+        sums = weighted_sum_each(
+            [terms.stored for _, terms in waiting if terms.stored is not None],
+            [terms.factors for _, terms in waiting],
+            waiting[0][1].excluded,
+            [self.parameters[name].dtype for name, _ in waiting],
+        )
+        for (name, _), total in zip(waiting, sums, strict=True):
+            self._add(name, total)
+
+    def _add(self, name: str, total: Tensor) -> None:
+        parameter = self.parameters[name]
+        parameter.grad = total if parameter.grad is None else parameter.grad + total
 
 
 class OnePass(Ghost):

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from opacus.core.provenance import IndexCheck
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
@@ -50,6 +51,8 @@ class Layer:
         shared: Whether another layer has one of these parameters too.
         batch_first: Whether this layer has the batch in dimension 0 (else in 1); ``None``
             if it goes by what the model says.
+        features: Number of last dimensions of the output that are not samples or time
+            steps; ``None`` if unknown.
     """
 
     module: nn.Module
@@ -58,6 +61,7 @@ class Layer:
     owners: Mapping[str, str]
     shared: bool = False
     batch_first: bool | None = None
+    features: int | None = None
 
     def trainable_now(self) -> LayerSpec:
         """The spec restricted to the parameters that still require gradients."""
@@ -143,6 +147,7 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
+        self._indices = IndexCheck()
         self._swapped: dict[int, list[dict[str, nn.Parameter]]] = {}
         self._current: ForwardPass | None = None
         self._generation = Generation()
@@ -198,6 +203,8 @@ class Recorder:
         batch = _batch_of((args, kwargs), 0 if self.batch_first else 1)
         self._current = ForwardPass(self._generation, batch)
         self.latest_batch = batch
+        if self.batch_first:
+            self._indices.begin((args, kwargs), batch)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._current = None
@@ -249,6 +256,8 @@ class Recorder:
         """:meth:`tap` for what most layers do: one tensor in, one out."""
         if not output.is_floating_point() and not output.is_complex():
             return output
+        if not self.in_backward and not x.is_floating_point():
+            self._indices.look_up(spec, x)
         use = _Use(self, layer, spec, self._forward_pass(), None, None)
         output = self._spread(use, output, [x])
         use.register(output.shape, counted=not self.in_backward)
@@ -270,7 +279,8 @@ class Recorder:
         batch = use.forward_pass.batch
         if batch is None or batch == 1 or output.dim() < 2 or output.shape[0] != 1:
             return output
-        if self.batch_dim(use.layer) or any(t.dim() and t.shape[0] != 1 for t in inputs):
+        time_major = self.batch_dim(use.layer, output.dim()) == 1
+        if time_major or any(t.dim() and t.shape[0] != 1 for t in inputs):
             return output
         return output.expand(batch, *output.shape[1:])
 
@@ -282,13 +292,13 @@ class Recorder:
         generation = forward_pass.generation
         generation.waiting.discard(use)
         with torch.no_grad():
-            dim = self.batch_dim(use.layer)
+            dim = self.batch_dim(use.layer, grads[0].dim())
             backprops = tuple(_to_front(g.detach(), dim) for g in grads)
             self.sink(
                 Record(
                     layer=use.layer,
                     spec=use.spec,
-                    activations=self._activations(use, tensors, backprops),
+                    activations=self._activations(use, tensors, backprops, dim),
                     backprops=backprops[0] if len(backprops) == 1 else backprops,
                     rows=max(forward_pass.rows.get(name, 0), backprops[0].shape[0]),
                     reused=generation.uses[name] > 1,
@@ -297,18 +307,22 @@ class Recorder:
             )
 
     def _activations(
-        self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
+        self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...], dim: int
     ) -> Any:
-        dim = self.batch_dim(use.layer)
         inputs = [_to_front(t.detach(), dim) for t in tensors]
         if use.layer.rule.needs_parameters:
             return _call(use.layer.module, *use.rebuild(inputs), dim)
         dtype, batch = backprops[0].dtype, backprops[0].shape[0]
         return tuple(_prepare(t, dtype, batch) for t in inputs)
 
-    def batch_dim(self, layer: Layer) -> int:
-        """Dimension of a layer's inputs and outputs that counts samples."""
+    def batch_dim(self, layer: Layer, output_dims: int) -> int:
+        """Dimension of a layer's inputs and outputs that counts samples.
+
+        In a time-major model a layer may see ``[B, H]`` too: its head, say.
+        """
         own = layer.batch_first
+        if own is None and layer.features is not None and output_dims - layer.features < 2:
+            return 0
         return 0 if (self.batch_first if own is None else own) else 1
 
 
@@ -364,7 +378,7 @@ class _Use:
         name, current = self.spec.name, self.forward_pass
         current.generation.uses[name] += 1
         current.generation.waiting.add(self)
-        dim = 0 if len(output_shape) < 2 else self.recorder.batch_dim(self.layer)
+        dim = 0 if len(output_shape) < 2 else self.recorder.batch_dim(self.layer, len(output_shape))
         rows = output_shape[dim] if output_shape else 0
         current.rows[name] = max(current.rows.get(name, 0), rows)
 

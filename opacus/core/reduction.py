@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.layout import as_sharded
+from opacus.core.kernels.weighted_sum import can_batch, weighted_sums
 from opacus.core.one_pass import Terms
 from opacus.core.sharded import is_dtensor
+from opacus.core.torch_internals import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -112,16 +113,36 @@ class ShardedSink:
         bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
         start = 0
         for name in bucket.names:
-            shards = self._shards_of(name)
-            part = bucket.whole[:, start : start + shards.size]
-            _fill(part, waiting.pop(name), self.parameters[name].shape, shards)
             bucket.starts.append(start)
-            start += shards.size
+            start += self._shards_of(name).size
+        self._fill(bucket, bucket.whole, waiting)
         bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
         bucket.work = dist.reduce_scatter_tensor(
             bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True
         )
         self._flying.append(bucket)
+
+    def _fill(self, bucket: _Bucket, whole: Tensor, waiting: dict[str, Terms]) -> None:
+        """Evaluate the sums into ``whole`` ``[W, n]``, stored gradients in one launch."""
+        batched: list[tuple[Terms, int, int]] = []
+        for name, start in zip(bucket.names, bucket.starts, strict=True):
+            shards, terms = self._shards_of(name), waiting.pop(name)
+            even = shards.dim == 0 and shards.elements == self.parameters[name].numel()
+            stored = terms.stored
+            alone = stored is not None and not terms.later and even
+            if alone and can_batch(stored, terms.factors):  # type: ignore[arg-type]
+                batched.append((terms, start, shards.size))
+            else:
+                _fill(whole[:, start : start + shards.size], terms, even, shards)
+        if batched:
+            weighted_sums(
+                [t.stored for t, _, _ in batched if t.stored is not None],
+                [t.factors for t, _, _ in batched],
+                batched[0][0].excluded,
+                whole,
+                [start for _, start, _ in batched],
+                [size for _, _, size in batched],
+            )
 
     def _land(self, bucket: _Bucket) -> None:
         bucket.work.wait()
@@ -178,9 +199,9 @@ def _same_reduction(one: Shards, other: Shards) -> bool:
     return (one.group, one.replicas, one.dtype) == (other.group, other.replicas, other.dtype)
 
 
-def _fill(part: Tensor, terms: Terms, shape: torch.Size, shards: Shards) -> None:
+def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:
     """Write a gradient into ``part`` ``[W, size]``, row r the shard of rank r."""
-    if shards.dim == 0 and shards.elements == shape.numel():
+    if even:
         terms.write(part)
         return
     part.zero_()

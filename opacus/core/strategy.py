@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger, add_rows
@@ -44,13 +45,17 @@ class Materialise:
 
     def receive(self, record: Record) -> None:
         backprops = record.backprops
-        if self.loss_reduction == "mean":
+        mean = self.loss_reduction == "mean"
+        # Times B, what a GradScaler has made just fit into fp16 may not fit any more.
+        late = mean and any(g.dtype == torch.float16 for g in tree_leaves(backprops))
+        if mean and not late:
             backprops = _map(lambda g: g * record.rows, backprops)
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
         for name, grad in grads.items():
             parameter = record.layer.module._parameters[name]
             assert parameter is not None
-            self._add(parameter, grad.to(parameter.dtype), record)
+            grad = grad.to(parameter.dtype)
+            self._add(parameter, grad * record.rows if late else grad, record)
 
     def _add(self, parameter: nn.Parameter, grad: Tensor, record: Record) -> None:
         last = self._last.get(id(parameter))

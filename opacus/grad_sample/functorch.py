@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,47 @@ def make_functional(
     return run, values
 
 
+class SampleGradient:
+    """Per-sample gradients of one layer, as its attribute ``ft_compute_sample_grad``.
+
+    Args:
+        layer: The layer.
+        batch_first: Whether the layer wants the batch in dimension 0 (else in 1).
+        paused: Context in which the layer may run without being recorded.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        batch_first: bool = True,
+        paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.layer = layer
+        self.dim = 0 if batch_first else 1
+        self.paused = paused
+
+    def __call__(
+        self, parameters: Sequence[Tensor], activations: Tensor, backprops: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Per-sample gradients ``[B, *shape]`` of each of ``parameters``.
+
+        Args:
+            parameters: Values of ``layer.parameters()``.
+            activations: Inputs of the layer, batch first.
+            backprops: Gradient with respect to its output, batch first.
+        """
+        names = [name for name, _ in self.layer.named_parameters()]
+
+        def weighted_output(values: Sequence[Tensor], x: Tensor, backprop: Tensor) -> Tensor:
+            named = dict(zip(names, values, strict=True))
+            output = functional_call(self.layer, named, (x.unsqueeze(self.dim),))
+            return (output * backprop.unsqueeze(self.dim)).sum()
+
+        with self.paused():
+            mapped = vmap(grad(weighted_output), in_dims=(None, 0, 0))
+            return tuple(mapped(tuple(parameters), activations, backprops))
+
+
 def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
     """Set ``layer.ft_compute_sample_grad(parameters, activations, backprops)``.
 
@@ -44,14 +86,7 @@ def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
         raise NotImplementedError(
             f"{type(layer).__name__} has buffers, which torch.func would leave on the wrong device"
         )
-    run, _ = make_functional(layer)
-    dim = 0 if batch_first else 1
-
-    def weighted_output(parameters: Sequence[Tensor], x: Tensor, backprop: Tensor) -> Tensor:
-        output = run(parameters, x.unsqueeze(dim))
-        return (output * backprop.unsqueeze(dim)).sum()
-
-    layer.ft_compute_sample_grad = vmap(grad(weighted_output), in_dims=(None, 0, 0))
+    layer.ft_compute_sample_grad = SampleGradient(layer, batch_first)  # type: ignore[assignment]
 
 
 def ft_compute_per_sample_gradient(

@@ -13,8 +13,10 @@ from opacus.core.attach import layers_of
 from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
 from opacus.core.rules.base import pad_rows
+from opacus.core.rules.generic import GenericRule
 from opacus.core.strategy import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
+from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 
 
@@ -119,6 +121,11 @@ class GradSampleHooks(AbstractGradSampleHooks):
             batch_first=batch_first,
             detach=self._detach,
         )
+        for layer in self._recorder.layers:
+            if isinstance(layer.rule, GenericRule):
+                layer.module.ft_compute_sample_grad = SampleGradient(
+                    layer.module, batch_first, self._recorder.paused
+                )
         self._strategy = self._make_strategy()
         self._module.autograd_grad_sample_hooks = self._recorder.handles
         self.autograd_grad_sample_hooks = self._recorder.handles
@@ -138,6 +145,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """Take all hooks off the module; nothing of them is left on it."""
         self.disable_hooks()
         self._recorder.remove()
+        for layer in self._recorder.layers:
+            layer.module.__dict__.pop("ft_compute_sample_grad", None)
         for owner in (self, self._module):
             owner.__dict__.pop("autograd_grad_sample_hooks", None)
 

@@ -105,6 +105,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self._privacy = PrivacyParams(noise_multiplier=0.0, max_grad_norm=max_grad_norm)
         self._per_sample_gradient_norms: Tensor | None = None
         self._norm_sq: dict[str, Tensor] = {}
+        self._loss_scale: float | None = None
         self._observed: NormLedger | None = None
         self._observed_generation: Generation | None = None
         self.order_parameters(self.trainable_parameters)
@@ -133,18 +134,23 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     # --- one step ---
 
-    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+    def norm_pass(
+        self, losses: Tensor, retain_graph: bool = False, loss_scale: float | None = None
+    ) -> None:
         """First backward pass of the per-sample losses ``[B]``, then all norms.
 
         Args:
             losses: The losses with their graph.
             retain_graph: Keep the graph where no second pass needs it.
+            loss_scale: Factor that ``GradScaler`` put on the losses; norms are those of
+                the gradients without it.
         """
         if not self.hooks_enabled:
             raise RuntimeError(
                 "hooks are disabled, so nothing can be clipped: call enable_hooks() first"
             )
         self._observed = self._observed_generation = None
+        self._loss_scale = loss_scale
         self._strategy.norm_pass(losses, retain_graph)
         self.compute_all_norms_parallel()
 
@@ -204,6 +210,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             )
         with self._recorder.paused(), torch.no_grad():
             norm_sq = ledger.finish()
+            if self._loss_scale is not None:
+                norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
             device = next(self._module.parameters()).device
             self._per_sample_gradient_norms = total_norms(norm_sq, ledger.batch, device)
             self._norm_sq = norm_sq
@@ -276,9 +284,11 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         return clip_flat(self.get_norm_sample(), self._privacy.sensitivity).factors
 
     def _publish(self, norm_sq: dict[str, Tensor]) -> None:
+        roots = torch._foreach_sqrt(list(norm_sq.values())) if norm_sq else []
+        norms = dict(zip(norm_sq, roots, strict=True))
         for name, parameter in self._strategy.parameters:
-            if name in norm_sq:
-                parameter._norm_sample = norm_sq[name].sqrt()
+            if name in norms:
+                parameter._norm_sample = norms[name]
             elif hasattr(parameter, "_norm_sample"):
                 del parameter._norm_sample  # no stale norm of a layer that was not used
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.fsdp_policy import reduce_dtypes
 from opacus.core.layout import gather_rows, sum_gradients
 from opacus.core.one_pass import GradientSink
 from opacus.core.reduction import ShardedSink
+from opacus.core.recorder import Layer
+from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sharded import is_dtensor
+from opacus.core.torch_internals import reduce_dtypes, tensor_parallel_names
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -72,6 +74,14 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             book_keeping=book_keeping,
         )
         sum_gradients(m)
+
+    def _layers(self, force_functorch: bool) -> list[Layer]:
+        layers = super()._layers(force_functorch)
+        # Of a model that is also split by tensor parallelism, any layer may see DTensors.
+        if tensor_parallel_names(self._module):
+            for layer in layers:
+                layer.rule = TensorParallelRule(layer.rule, layer.module)
+        return layers
 
     def _make_sink(self) -> GradientSink:
         parameters = dict(self._module.named_parameters())

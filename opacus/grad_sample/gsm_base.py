@@ -94,8 +94,20 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         self.grad_accumulation_hook: RemovableHandle | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module."""
-        return self._module(*args, **kwargs)
+        """Run the wrapped module.
+
+        Raises:
+            RuntimeError: What the module raised; for an empty batch it says what to change.
+        """
+        try:
+            return self._module(*args, **kwargs)
+        except RuntimeError as error:
+            if "tensor of 0 elements" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the model fails on an empty batch, which Poisson sampling may draw: {error}. In "
+                "its forward write x.flatten(1) instead of x.view(len(x), -1)"
+            ) from error
 
     def __getattr__(self, item: str) -> Any:
         try:

@@ -34,10 +34,19 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients."""
         if not torch.is_grad_enabled():
             return self._module(x, *args, **kwargs)
+        if x.shape[0] == 0:  # torch refuses what Poisson sampling may draw
+            return self._run_empty(x, *args, **kwargs)
         run = call_for_per_sample_grads(
             self._module, batch_size=x.shape[0], loss_reduction=self.loss_reduction
         )
         return run(x, *args, **kwargs)
+
+    def _run_empty(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run on no samples: per-sample gradients of shape ``[0, ...]``."""
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
+        return self._module(x, *args, **kwargs)
 
     def remove_hooks(self) -> None:
         """There are none."""

@@ -47,11 +47,16 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`sum_of_squares` of many tensors ``[B, ...]``, on a GPU in few launches."""
     few = all(t.is_cuda and 0 < len(t) <= FEW_SAMPLES for t in tensors)
-    if not few or not tensors or any(t.dtype == torch.float64 for t in tensors):
+    if not few or any(t.dtype == torch.float64 for t in tensors):
         return [sum_of_squares(t) for t in tensors]
-    rows = [row for t in tensors for row in t.unbind()]
-    norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
-    return list(norms.split([len(t) for t in tensors]))
+    results: dict[int, Tensor] = {}
+    for dtype in {t.dtype for t in tensors}:  # one dtype a call, or it goes tensor by tensor
+        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        rows = [row for i in places for row in tensors[i].unbind()]
+        norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
+        parts = norms.split([len(tensors[i]) for i in places])
+        results |= dict(zip(places, parts, strict=True))
+    return [results[i] for i in range(len(tensors))]
 
 
 def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def weighted_sum(
     """``sum_i factors[i] * grads[i]`` over the samples that are not excluded.
 
     Args:
-        grads: ``[B, n]`` or ``[B, *shape]``, contiguous within a sample.
+        grads: ``[B, *shape]``.
         factors: ``[B]``, fp32 or fp64.
         excluded: ``[B]`` bool; these rows contribute nothing even if they are not finite.
             ``None``: there are none.
@@ -33,8 +33,12 @@ def weighted_sum(
         out = widen(grads.new_empty(0)).new_empty(shape)
     if grads.shape[0] == 0:
         return out.zero_()
-    if grads.is_cuda and grads.is_contiguous() and out.dim() <= 3 and triton_works():
-        return _on_gpu(grads, factors, excluded, out)
+    if out.is_contiguous() and can_batch(grads, factors):
+        if excluded is None:
+            excluded = torch.zeros(len(grads), dtype=torch.bool, device=grads.device)
+        segment = max(1, out.numel())
+        weighted_sums([grads], [factors], excluded, out.view(1, -1), [0], [segment])
+        return out
     if excluded is not None and (grads.is_cuda or bool(excluded.any())):
         rows = excluded.to(grads.device).view(-1, *[1] * (grads.dim() - 1))
         grads = grads.masked_fill(rows, 0.0)
@@ -44,15 +48,81 @@ def weighted_sum(
     return out.copy_(total.view(shape))
 
 
+def can_batch(grads: Tensor, factors: Tensor) -> bool:
+    """Whether :func:`weighted_sums` takes these per-sample gradients."""
+    return (
+        grads.is_cuda
+        and factors.is_cuda
+        and factors.dtype == torch.float32
+        and grads.is_contiguous()
+        and grads.is_floating_point()
+        and triton_works()
+    )
+
+
+def weighted_sums(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor,
+    out: Tensor,
+    starts: Sequence[int],
+    segments: Sequence[int],
+) -> None:
+    """Many :func:`weighted_sum` s on a GPU, one launch for each dtype.
+
+    Args:
+        grads: ``[B, *shape]`` each; :func:`can_batch` holds.
+        factors: ``[B]`` for each.
+        excluded: ``[B]`` bool.
+        out: ``[W, n]``. Sum k is written to ``out[:, starts[k] : starts[k] + segments[k]]``,
+            row after row.
+    """
+    from opacus.core.kernels import weighted_sum_triton as gpu
+
+    by_dtype: dict[torch.dtype, list[gpu.Sum]] = {}
+    for grad, factor, start, segment in zip(grads, factors, starts, segments, strict=True):
+        by_dtype.setdefault(grad.dtype, []).append(gpu.Sum(grad, factor, start, segment))
+    for sums in by_dtype.values():
+        gpu.launch(sums, excluded, out, out.stride(0))
+
+
+def weighted_sum_each(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor,
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """One :func:`weighted_sum` for each tensor of per-sample gradients.
+
+    Args:
+        grads: ``[B, *shape]`` each.
+        factors: ``[B]`` for each.
+        excluded: ``[B]`` bool.
+        dtypes: Dtype of each result.
+
+    Returns:
+        ``[*shape]`` each. Where they are formed in one launch they share their storage.
+    """
+    results: dict[int, Tensor] = {}
+    together: dict[torch.dtype, list[int]] = {}
+    for place, (grad, factor, dtype) in enumerate(zip(grads, factors, dtypes, strict=True)):
+        if len(grad) and can_batch(grad, factor):
+            together.setdefault(dtype, []).append(place)
+        else:
+            rows = excluded[: len(grad)]
+            results[place] = weighted_sum(grad, factor[: len(grad)], rows).to(dtype)
+    for dtype, places in together.items():
+        sizes = [grads[place][0].numel() for place in places]
+        flat = torch.empty(1, sum(sizes), dtype=dtype, device=excluded.device)
+        parts = flat[0].split(sizes)
+        starts = [part.storage_offset() for part in parts]
+        chosen = [grads[p] for p in places], [factors[p] for p in places]
+        weighted_sums(*chosen, excluded, flat, starts, [max(1, size) for size in sizes])
+        results |= {p: t.view(grads[p].shape[1:]) for p, t in zip(places, parts, strict=True)}
+    return [results[place] for place in range(len(grads))]
+
+
 @functools.cache
 def triton_works() -> bool:
     """Whether Triton is installed and there is a GPU that it compiles for."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
-
-
-def _on_gpu(grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor) -> Tensor:
-    from opacus.core.kernels import weighted_sum_triton
-
-    mask: Any = torch.zeros_like(factors, dtype=torch.bool) if excluded is None else excluded
-    weighted_sum_triton.launch(grads, factors, mask.to(grads.device), out)
-    return out

@@ -1,8 +1,9 @@
-"""GPU kernel of :func:`opacus.core.kernels.weighted_sum.weighted_sum`: one pass over the rows."""
+"""GPU kernel of :mod:`opacus.core.kernels.weighted_sum`: many sums in one launch."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -10,64 +11,112 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 BLOCK = 2048
+COLUMNS = 7
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kernel(
-    grads: Any,
-    factors: Any,
-    excluded: Any,
-    out: Any,
-    size: Any,
-    segment: Any,
-    out_stride: Any,
-    batch: Any,
-    BLOCK: tl.constexpr,  # noqa: N803 (Triton's convention)
-    WIDE: tl.constexpr,  # noqa: N803
-) -> None:
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    table,
+    excluded,
+    out,
+    out_stride,
+    count,
+    COUNT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # Which row of the table this block belongs to: the last that starts at or before it.
+    block = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, COUNT)
+    starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
+    entry = table + (tl.sum((starts <= block).to(tl.int64)) - 1) * COLUMNS
+    first = tl.load(entry)
+    grads = tl.load(entry + 1).to(tl.pointer_type(DTYPE))
+    factors = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+    size = tl.load(entry + 3)
+    segment = tl.load(entry + 4)
+    start = tl.load(entry + 5)
+    rows = tl.load(entry + 6)
+
+    places = (block - first) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     total = tl.zeros((BLOCK,), dtype=WIDE)
-    for row in range(batch):
+    for row in range(rows):
         factor = tl.load(factors + row).to(WIDE)
         skip = tl.load(excluded + row) != 0
-        value = tl.load(grads + row * size + places, mask=inside, other=0.0).to(WIDE)
-        total += tl.where(skip, 0.0, value * factor)
+        value = tl.load(grads + tl.cast(row, tl.int64) * size + places, mask=inside, other=0.0)
+        total += tl.where(skip, 0.0, value.to(WIDE) * factor)
     # The result may be cut into segments that lie ``out_stride`` apart.
-    target = out + (places // segment) * out_stride + places % segment
+    target = out + start + (places // segment) * out_stride + places % segment
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(grads: Tensor, factors: Tensor, excluded: Tensor, out: Tensor) -> None:
-    """Write the weighted sum of ``grads`` ``[B, *shape]`` to ``out``.
+@dataclass(frozen=True)
+class Sum:
+    """One weighted sum of a launch.
+
+    Attributes:
+        grads: ``[B, *shape]``, contiguous; the dtype is the same in all of a launch.
+        factors: ``[B]``, fp32.
+        start: Where in ``out`` its first element goes.
+        segment: So many elements follow each other there; the next ones come a stride on.
+    """
+
+    grads: Tensor
+    factors: Tensor
+    start: int
+    segment: int
+
+
+def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> None:
+    """Write all weighted sums into ``out``.
 
     Args:
-        grads: Contiguous.
-        factors: ``[B]``.
-        excluded: ``[B]`` bool, on the same device.
-        out: Contiguous, or ``[W, ...]`` with contiguous rows.
+        sums: What is to be summed, and where it goes.
+        excluded: ``[B]`` bool; these rows contribute nothing.
+        out: The storage that is written to.
+        stride: Elements between a segment and the next.
     """
-    size = grads[0].numel()
-    if size == 0:
+    sums = [s for s in sums if s.grads.numel()]
+    if not sums:
         return
-    if out.is_contiguous():
-        segment, stride = size, size
-    else:
-        segment, stride = out[0].numel(), out.stride(0)
-        if not out[0].is_contiguous():
-            raise ValueError(f"out has strides {out.stride()} for shape {tuple(out.shape)}")
-    wide = tl.float64 if grads.dtype == torch.float64 else tl.float32
-    grid = (triton.cdiv(size, BLOCK),)
-    _kernel[grid](
-        grads,
-        factors.to(grads.device),
-        excluded.to(torch.uint8),
+    rows, blocks = [], 0
+    for s in sums:
+        size = s.grads[0].numel()
+        rows.append(
+            (
+                blocks,
+                s.grads.data_ptr(),
+                s.factors.data_ptr(),
+                size,
+                s.segment,
+                s.start,
+                len(s.grads),
+            )
+        )
+        blocks += triton.cdiv(size, BLOCK)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+    dtype = sums[0].grads.dtype
+    _kernel[(blocks,)](
+        table.to(out.device, non_blocking=True),
+        excluded.view(torch.uint8),
         out,
-        size,
-        segment,
         stride,
-        len(grads),
+        len(rows),
+        COUNT=triton.next_power_of_2(len(rows)),
+        DTYPE=_TYPES[dtype],
+        WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
-        WIDE=wide,
+        COLUMNS=COLUMNS,
         num_warps=8,
     )
+
+
+_TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}

@@ -1,0 +1,79 @@
+"""The one place that reads what torch keeps private; each function has a public way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.sharded import is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameter name -> ``reduce_dtype`` of the mixed-precision policy that it is under.
+
+    Parameters without one are left out, and so are all if this version of torch keeps its
+    policies elsewhere: gradients are then summed in fp32, which is never less exact.
+    """
+    found: dict[str, torch.dtype] = {}
+    for name, group, _ in _managed(model):
+        dtype = getattr(getattr(group, "mp_policy", None), "reduce_dtype", None)
+        if dtype is not None:
+            found[name] = dtype
+    return found
+
+
+def tensor_parallel_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that ``parallelize_module`` split before FSDP2 sharded them.
+
+    Without these private parts a model that is sharded in both ways cannot be recognised:
+    its first backward pass then says that it got DTensors.
+    """
+    return {name for name, _, state in _managed(model) if getattr(state, "is_dtensor", False)}
+
+
+def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    for module in model.modules():
+        if not is_fsdp(module):
+            continue
+        unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in _groups(unit):
+            for state in getattr(group, "fsdp_params", ()):
+                name = names.get(id(getattr(state, "sharded_param", None)))
+                if name is not None:
+                    yield name, group, state
+
+
+def _groups(unit: Any) -> list[Any]:
+    several = getattr(unit, "_fsdp_param_groups", None)  # since torch 2.12
+    return [getattr(unit, "_fsdp_param_group", None)] if several is None else list(several)
+
+
+def as_sharded(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's shard of a tensor that lies on the ranks as ``like`` does.
+
+    ``DTensor.from_local`` does the same, at ten times the cost in Python.
+    """
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = getattr(like, "_spec", None)
+    if spec is not None and local.dtype == like.dtype:
+        try:
+            return DTensor(local, spec, requires_grad=False)
+        except TypeError:  # another version's constructor
+            pass
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
