@@ -21,8 +21,8 @@ from opacus.core.recorder import Record, Recorder
 from opacus.core.rules.base import scale_rows
 from opacus.core.strategy import Ghost, clear_rows, without_rows
 
-# Elements of stored gradients that are summed in one launch and then released.
-BUCKET_ELEMENTS = 1 << 26
+# Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
+BUCKET_ELEMENTS = 1 << 27
 
 
 class GradientSink(Protocol):

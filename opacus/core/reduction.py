@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.kernels.weighted_sum import can_batch, weighted_sums
-from opacus.core.one_pass import Terms
+from opacus.core.one_pass import BUCKET_ELEMENTS, Terms
 from opacus.core.sharded import is_dtensor
 from opacus.core.torch_internals import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Elements of a bucket, counted unsharded. Larger parameters have one of their own.
-BUCKET_ELEMENTS = 1 << 26
 # Buckets whose reduction may run while the next one is filled.
 IN_FLIGHT = 2
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
@@ -15,7 +15,7 @@ COLUMNS = 7
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _kernel(
     table,
     excluded,
     out,
@@ -97,7 +97,7 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
             )
         )
         blocks += triton.cdiv(size, BLOCK)
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+    table = torch.tensor(rows, dtype=torch.int64)
     dtype = sums[0].grads.dtype
     _kernel[(blocks,)](
         table.to(out.device, non_blocking=True),

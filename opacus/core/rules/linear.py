@@ -16,13 +16,16 @@ from opacus.core.spec import LayerSpec
 class LinearRule(LayerRule):
     """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
 
+    def features(self, spec: LayerSpec) -> int:
+        return 1
+
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
         x, g = tokens_of(spec, activations, backprops, (1, 1))
         grads = {}
         if "weight" in spec.params:
-            grads["weight"] = torch.bmm(g.transpose(1, 2), x)
+            grads["weight"] = _products(g, x)
         if "bias" in spec.params:
             grads["bias"] = g.sum(1)
         return grads
@@ -55,6 +58,13 @@ class LinearRule(LayerRule):
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         x, g = join_tokens([(a[0], b) for a, b in uses], (1, 1))
         return (x,), g
+
+
+def _products(backprops: Tensor, activations: Tensor) -> Tensor:
+    """``G_i^T A_i`` for each sample, ``[B, p, d]``."""
+    if len(backprops) == 1:  # a plain product starts sooner than a batched one
+        return torch.mm(backprops[0].t(), activations[0]).unsqueeze(0)
+    return torch.bmm(backprops.transpose(1, 2), activations)
 
 
 def _token_sum(backprops: Tensor) -> Tensor:
