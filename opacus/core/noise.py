@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opacus.core.kernels.weighted_sum import triton_works
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -125,11 +123,6 @@ class ShardedNoise:
             groups.setdefault(key, []).append(shard)
         for (index, device, _), shards in groups.items():
             stream = self._stream(index, device)
-            if _fused(shards):
-                from opacus.core.kernels.noise_triton import add_noise
-
-                add_noise(std, shards, stream)
-                continue
             for piece in _pieces(shards):
                 _add_noise(std, piece, stream)
 
@@ -171,12 +164,6 @@ class ShardedNoise:
                 dist.broadcast(seed, 0)
             self._base = int(seed)
         return self._base
-
-
-def _fused(shards: Sequence[Tensor]) -> bool:
-    """Whether one kernel can draw and add the noise of all of them."""
-    fit = all(s.is_cuda and s.dtype == torch.float32 and s.is_contiguous() for s in shards)
-    return fit and triton_works()
 
 
 def _pieces(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:

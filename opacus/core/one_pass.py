@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from opacus.core.kernels.scaled_rows import scaled_rows
 from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.planner import Planner, free_memory
 from opacus.core.recorder import Record, Recorder
-from opacus.core.rules.base import scale_rows
-from opacus.core.strategy import Ghost, clear_rows, without_rows
+from opacus.core.strategy import Ghost
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
@@ -190,6 +190,7 @@ class _KeptSums:
         self.excluded = excluded
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
+        self._latest: tuple[Any, Any] = (None, None)
         for record in records:
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
@@ -214,17 +215,24 @@ class _KeptSums:
 
     def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
         factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
-        activations, backprops = _finite(record, self.excluded)
-        backprops = scale_rows(backprops, factors[: record.batch])
+        rows, backprops = record.batch, record.backprops
+        excluded = self.excluded[:rows].to(backprops.device)
+        backprops = scaled_rows(backprops, factors[:rows].to(backprops.device), excluded)
+        activations = self._finite(record, excluded)
         spec = replace(record.spec, params=names)
         return record.layer.rule.weighted_grad(spec, activations, backprops, None)
 
-
-def _finite(record: Record, excluded: Tensor) -> tuple[Any, Any]:
-    """Activations and backprops whose excluded rows are zero."""
-    activations, backprops = record.activations, record.backprops
-    if not excluded.is_cuda and not bool(excluded.any()):
-        return activations, backprops
-    if record.layer.rule.by_rows(activations, record.batch):
-        activations = without_rows(excluded, activations)
-    return activations, clear_rows(backprops, excluded)
+    def _finite(self, record: Record, excluded: Tensor) -> Any:
+        """Activations whose excluded rows are zero; layers in a row often share them."""
+        activations, rule = record.activations, record.layer.rule
+        if not rule.by_rows(activations, record.batch):
+            return activations
+        if not excluded.is_cuda and not bool(excluded.any()):
+            return activations
+        key = tuple((a.data_ptr(), a.shape, a.stride()) for a in activations)
+        if key != self._latest[0]:
+            clean = [
+                scaled_rows(a, None, excluded) if a.is_floating_point() else a for a in activations
+            ]
+            self._latest = (key, tuple(clean))
+        return self._latest[1]

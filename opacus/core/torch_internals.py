@@ -37,6 +37,12 @@ def tensor_parallel_names(model: nn.Module) -> set[str]:
     return {name for name, _, state in _managed(model) if getattr(state, "is_dtensor", False)}
 
 
+def managed_names(model: nn.Module) -> set[str] | None:
+    """Names of the parameters in some FSDP2 unit; ``None`` if this torch does not tell."""
+    names = {name for name, _, _ in _managed(model)}
+    return names or None
+
+
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
     names = {id(p): n for n, p in model.named_parameters()}

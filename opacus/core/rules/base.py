@@ -37,6 +37,12 @@ class LayerRule:
     measures: bool = False
     # Whether norms follow from this rank's per-sample gradients alone.
     norm_is_local: bool = True
+    # Whether such layers have the batch in dimension 0 in time-major models too.
+    batch_leads: bool | None = None
+
+    def features(self, spec: LayerSpec) -> int | None:
+        """Number of last dimensions of the output that are neither batch nor time."""
+        return None
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.

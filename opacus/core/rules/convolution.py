@@ -35,6 +35,8 @@ _PADDING_MODES = {
 class ConvRule(LayerRule):
     """``torch.nn.Conv1d``, ``2d`` and ``3d``, all strides, dilations, paddings and groups."""
 
+    batch_leads = True
+
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         return {

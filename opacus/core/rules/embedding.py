@@ -46,6 +46,9 @@ class _TableRule(LayerRule):
 class EmbeddingRule(_TableRule):
     """Each lookup adds its backprop to a row of the table; the padding row gets none."""
 
+    def features(self, spec: LayerSpec) -> int:
+        return 1
+
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.Embedding)
         _refuse(module)
@@ -82,6 +85,8 @@ class EmbeddingRule(_TableRule):
 
 class EmbeddingBagRule(_TableRule):
     """Sums or means of table rows; ``offsets`` or a two-dimensional input say which."""
+
+    batch_leads = True
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.EmbeddingBag)

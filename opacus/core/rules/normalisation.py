@@ -16,6 +16,9 @@ from opacus.core.spec import LayerSpec
 class TrailingNormRule(LayerRule):
     """Normalises the last dimensions; gradients are sums over the tokens before them."""
 
+    def features(self, spec: LayerSpec) -> int:
+        return max((len(shape) for shape in spec.shapes.values()), default=1)
+
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         """``x_hat``, in the dtype of ``x``."""
         raise NotImplementedError
@@ -74,6 +77,8 @@ class HuggingFaceRMSNormRule(RMSNormRule):
 
 class ChannelNormRule(LayerRule):
     """Normalises channels of ``[B, C, ...]``; gradients are sums over the positions."""
+
+    batch_leads = True
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         """``x_hat``, in the dtype of ``x``."""
