@@ -18,11 +18,14 @@ class Mode:
             optimizer to clip; ``"two_pass"`` finds the norms in a first backward
             and the clipped sum in a second one; ``"one_pass"`` keeps what the sum
             needs instead.
+        kernels: Who computes norms: plain PyTorch (``"reference"``) or whichever is faster,
+            that or a Triton kernel (``"flash"``).
         parallelism: ``"any"`` (one process or DDP), ``"fsdp"`` or ``"tp"``.
     """
 
     samples: Literal["rules", "vmap", "expanded_weights", "user"] = "rules"
     strategy: Literal["materialise", "two_pass", "one_pass"] = "materialise"
+    kernels: Literal["reference", "flash"] = "reference"
     parallelism: Literal["any", "fsdp", "tp"] = "any"
 
     @property
@@ -40,6 +43,10 @@ MODES: dict[str, Mode] = {
     "ghost_bk": Mode(strategy="one_pass"),
     "ghost_fsdp": Mode(strategy="two_pass", parallelism="fsdp"),
     "ghost_fsdp_bk": Mode(strategy="one_pass", parallelism="fsdp"),
+    "flash": Mode(strategy="two_pass", kernels="flash"),
+    "flash_bk": Mode(strategy="one_pass", kernels="flash"),
+    "flash_fsdp": Mode(strategy="two_pass", kernels="flash", parallelism="fsdp"),
+    "flash_fsdp_bk": Mode(strategy="one_pass", kernels="flash", parallelism="fsdp"),
     "ghost_tp": Mode(strategy="two_pass", parallelism="tp"),
 }
 

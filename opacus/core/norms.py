@@ -111,7 +111,8 @@ class NormLedger:
         waiting, self._waiting, self._held_bytes = self._waiting, [], 0
         shared = [r for r in waiting if r.layer.shared]
         by_layer = _by_layer(r for r in waiting if not r.layer.shared)
-        for records in _by_shape(uses[0] for uses in by_layer if len(uses) == 1):
+        alone = [uses[0] for uses in by_layer if len(uses) == 1]
+        for records in _by_shape(self._settle_small(alone)):
             self._settle(records)
         for uses in by_layer:
             if len(uses) > 1:
@@ -151,6 +152,28 @@ class NormLedger:
             owner = record.layer.owners[local]
             known = self.formed.get(owner)
             self.formed[owner] = grad if known is None else add_rows(known, grad)
+
+    def _settle_small(self, records: list[Record]) -> list[Record]:
+        """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
+        groups: dict[int, list[Record]] = {}
+        for record in records:
+            small = _elements(record) <= GROUP_ELEMENTS
+            groups.setdefault(id(record.layer.rule) if small else 0, []).append(record)
+        left = groups.pop(0, [])
+        for group in groups.values():
+            rule = group[0].layer.rule
+            uses = [(r.spec, r.activations, r.backprops) for r in group]
+            norms = rule.norm_sq_of_many(uses) if len(group) > 1 else None
+            if norms is None:
+                left += group
+                continue
+            if self.planner is not None:
+                self.held += group
+            for record, values in zip(group, norms, strict=True):
+                self._done.add(record.spec.name)
+                for name, value in values.items():
+                    self._add(record.layer, name, value)
+        return left
 
     def _compute(self, records: Sequence[Record]) -> None:
         """Records of different layers but equal shape, in one call."""

@@ -10,6 +10,7 @@ numbers the other ranks drew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
+from opacus.core.kernels.suite import kernels_named
 from opacus.core.norms import NormLedger, total_norms
 from opacus.core.one_pass import GradientSink, LocalSink, OnePass
 from opacus.core.recorder import Generation, Layer, Record
@@ -69,6 +70,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
         book_keeping: Keep what the clipped sum needs, so that there is no second backward
             pass: faster, with more memory (the ``_bk`` modes).
+        kernels: ``"flash"``: norms by Triton kernels where they are faster on this card (the
+            ``flash`` modes); ``"reference"``: plain PyTorch.
 
     Guarantee: after the criterion's ``backward()``, each parameter's ``grad`` has
     grown by the sum over samples of ``c_i g_i`` with ``c_i ||g_i|| <= C``.
@@ -89,9 +92,11 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
         book_keeping: bool = False,
+        kernels: str = "reference",
     ) -> None:
         self.use_ghost_clipping = use_ghost_clipping
         self.book_keeping = book_keeping
+        self.kernels = kernels_named(kernels)
         deferred = deferred_from_environment() if deferred_norm is None else bool(deferred_norm)
         self._use_deferred_norm = deferred
         super().__init__(
@@ -296,8 +301,10 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
-        if not self.use_ghost_clipping:
-            for layer in layers:
+        rules = {id(layer.rule): layer.rule.with_kernels(self.kernels) for layer in layers}
+        for layer in layers:
+            layer.rule = rules[id(layer.rule)]
+            if not self.use_ghost_clipping:
                 layer.rule = FormedRule(layer.rule)
         return layers
 
@@ -365,6 +372,7 @@ class GradSampleModuleFastGradientClipping(
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
         book_keeping: bool = False,
+        kernels: str = "reference",
     ) -> None:
         nn.Module.__init__(self)
         GradSampleHooksFastGradientClipping.__init__(
@@ -378,5 +386,6 @@ class GradSampleModuleFastGradientClipping(
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
             book_keeping=book_keeping,
+            kernels=kernels,
         )
         self.grad_accumulation_hook = None

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.layout import gather_rows, sum_gradients
+from opacus.core.data_layout import check_data_layout
+from opacus.core.fingerprint import DataCheck
+from opacus.core.layout import sum_gradients
+from opacus.core.norms import total_norms
 from opacus.core.one_pass import GradientSink
+from opacus.core.ranks import ranks_of
+from opacus.core.recorder import Layer, Record
 from opacus.core.reduction import ShardedSink
-from opacus.core.recorder import Layer
+from opacus.core.replicated import LayerShares
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sharded import is_dtensor
-from opacus.core.torch_internals import reduce_dtypes, tensor_parallel_names
+from opacus.core.strategy import Phase
+from opacus.core.torch_internals import managed_names, reduce_dtypes, tensor_parallel_names
+from opacus.core.unreached import Unreached
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -21,11 +31,14 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClipping):
     """Ghost clipping for a model sharded by FSDP2 (``fully_shard``).
 
-    Each rank holds different samples, so the norm of a sample is complete on its rank
-    and is never added to norms of other ranks. The norm pass forms no parameter
-    gradient, hence communicates none; the second pass gives FSDP2 the clipped local
-    sum, which it reduce-scatters. Every rank runs the same collectives, also with an
-    empty local batch.
+    Sharded data (training): each rank holds different samples, so the norm of a sample is
+    complete on its rank and is never added to norms of other ranks. Replicated data
+    (comparing with one process): all ranks hold the same samples; each measures and sums
+    its share of the layers, and norms are summed over ranks.
+
+    The norm pass forms no parameter gradient, hence communicates none; the second pass
+    gives FSDP2 the clipped local sum, which it reduce-scatters. Every rank runs the same
+    collectives, also with an empty local batch, or one that leaves out a branch of a unit.
 
     The backward hook (:meth:`capture_backprops_hook`) computes the layer's norm, or,
     with deferred norms, appends activations and backprops to ``_deferred_norm_cache``;
@@ -42,10 +55,14 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
         book_keeping: Keep what the clipped sum needs, so that there is no second backward
             pass; the sum is then reduce-scattered here rather than by FSDP2.
+        kernels: ``"flash"`` or ``"reference"``, see
+            :class:`GradSampleHooksFastGradientClipping`.
+        data_layout: ``"sharded"`` or ``"replicated"``; ``"auto"`` means sharded here, where
+            there is no loader to tell. A batch that contradicts it is an error on all ranks.
 
     Raises:
-        ValueError: There is no process group, a trainable parameter is not sharded, or
-            the variable is neither 0 nor 1.
+        ValueError: There is no process group, a trainable parameter is not sharded,
+            ``data_layout`` is none of these, or the variable is neither 0 nor 1.
     """
 
     def __init__(
@@ -60,8 +77,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
         book_keeping: bool = False,
+        kernels: str = "reference",
+        data_layout: str = "auto",
     ) -> None:
-        _check_sharded(m)
+        check_data_layout(data_layout)
+        check_sharded(m, book_keeping)
+        self.data_layout = "replicated" if data_layout == "replicated" else "sharded"
+        self._ranks = ranks_of(m)
         super().__init__(
             m,
             batch_first=batch_first,
@@ -72,8 +94,38 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
             book_keeping=book_keeping,
+            kernels=kernels,
         )
         sum_gradients(m)
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        """See :meth:`GradSampleHooks.add_hooks`; also watches what ranks are fed."""
+        super().add_hooks(
+            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch
+        )
+        layers, replicated = self._recorder.layers, self.data_layout == "replicated"
+        self._unreached = Unreached(self._module, layers)
+        self._shares = self._deal(layers) if replicated and self._ranks.count > 1 else None
+        self._reached: set[str] = set()
+        self._data_check = DataCheck(replicated, self._ranks)
+        handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
+        self._recorder.handles.append(handle)
+
+    def _deal(self, layers: list[Layer]) -> LayerShares:
+        trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        wide = any(p.dtype == torch.float64 for p in trainable.values())
+        dtype = torch.float64 if wide else torch.float32
+        return LayerShares(layers, list(trainable), self._ranks, dtype)
+
+    def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._recorder.active(module) and not self._recorder.in_backward:
+            self._data_check.look((args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
@@ -83,16 +135,87 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
                 layer.rule = TensorParallelRule(layer.rule, layer.module)
         return layers
 
+    # --- one step ---
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Record,
+        forward_output: Any,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """See :meth:`GradSampleHooksFastGradientClipping.capture_backprops_hook`."""
+        phase, layer = self._strategy.phase, _forward_input.layer
+        if phase is Phase.IDLE or self._shares is None or self._shares.has(layer):
+            super().capture_backprops_hook(
+                module, _forward_input, forward_output, loss_reduction, batch_first
+            )
+        if phase is Phase.SUM:
+            self._unreached.fill(layer)
+
+    def compute_all_norms_parallel(self) -> Tensor:
+        """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
+
+        Runs after the first backward pass has returned; the cache is empty afterwards.
+        Sharded data: no collective, the norm of a sample is complete on the rank that holds
+        it. Replicated data: an all-reduce (for each axis of the mesh) adds the layers' norms.
+
+        Raises:
+            RuntimeError: There was no norm pass.
+        """
+        norms = super().compute_all_norms_parallel()
+        self._reached = set(self._norm_sq)
+        if self._shares is None:
+            return norms
+        with torch.no_grad():
+            self._norm_sq = self._shares.whole(self._norm_sq, len(norms), norms.device)
+            self._per_sample_gradient_norms = total_norms(self._norm_sq, len(norms), norms.device)
+            self._publish(self._norm_sq)
+        return self.per_sample_gradient_norms
+
+    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+        """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
+        self._unreached.start(self._reached)
+        super().sum_pass(losses, clipped, retain_graph)
+
     def _make_sink(self) -> GradientSink:
         parameters = dict(self._module.named_parameters())
         return ShardedSink(parameters, reduce_dtypes(self._module))
 
-    def gather_norm_samples(self) -> Tensor:
-        """All-gathered norms of the global batch, in rank order (a collective call).
+    def gather_norm_samples(self, order: str = "rank", indices: Any = None) -> Tensor:
+        """Norms of the global batch (with sharded data a collective call).
 
-        Ranks may hold different numbers of samples, none included.
+        Ranks may hold different numbers of samples, none included. With replicated data the
+        global batch is that of each rank.
+
+        Args:
+            order: ``"rank"``: the samples of rank 0, then those of rank 1, ... ``"dataset"``:
+                by increasing index in the data set.
+            indices: ``[B_r]`` integers, with ``"dataset"``: which samples of the data set this
+                rank's batch has, as its sampler drew them. Let the data set return the index.
+
+        Raises:
+            ValueError: ``order`` is neither, or ``indices`` do not fit it.
         """
-        return gather_rows(self.per_sample_gradient_norms)
+        norms = self.per_sample_gradient_norms
+        if order not in ("rank", "dataset"):
+            raise ValueError(f"order must be 'rank' or 'dataset', got {order!r}")
+        if (indices is None) != (order == "rank"):
+            raise ValueError(
+                "order='dataset' needs indices=, this rank's indices in the data set; "
+                "order='rank' takes none"
+            )
+        places = None if indices is None else torch.as_tensor(indices, device=norms.device).long()
+        if places is not None and places.shape != norms.shape:
+            raise ValueError(
+                f"indices must be the {len(norms)} samples of this rank's batch, got shape "
+                f"{tuple(places.shape)}"
+            )
+        if self.data_layout == "sharded":
+            norms = self._ranks.gather_rows(norms)
+            places = None if places is None else self._ranks.gather_rows(places)
+        return norms if places is None else norms[places.argsort(stable=True)]
 
 
 class GradSampleModuleFastGradientClippingFSDP(
@@ -112,6 +235,8 @@ class GradSampleModuleFastGradientClippingFSDP(
         use_ghost_clipping: bool = True,
         deferred_norm: bool | None = None,
         book_keeping: bool = False,
+        kernels: str = "reference",
+        data_layout: str = "auto",
     ) -> None:
         nn.Module.__init__(self)
         GradSampleHooksFastGradientClippingFSDP.__init__(
@@ -125,19 +250,40 @@ class GradSampleModuleFastGradientClippingFSDP(
             use_ghost_clipping=use_ghost_clipping,
             deferred_norm=deferred_norm,
             book_keeping=book_keeping,
+            kernels=kernels,
+            data_layout=data_layout,
         )
         self.grad_accumulation_hook = None
 
 
-def _check_sharded(m: nn.Module) -> None:
+def check_sharded(m: nn.Module, book_keeping: bool = False) -> None:
+    """Refuse a model that the FSDP modes cannot train.
+
+    Raises:
+        ValueError: There is no process group, a trainable parameter is not sharded, or the
+            single-backward modes cannot reduce it.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "FSDP modes need a process group: start with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
-    plain = [n for n, p in m.named_parameters() if p.requires_grad and not is_dtensor(p)]
+    trainable = {n: p for n, p in m.named_parameters() if p.requires_grad}
+    managed = managed_names(m)
+    plain = [
+        name
+        for name, parameter in trainable.items()
+        if not is_dtensor(parameter) or (managed is not None and name not in managed)
+    ]
     if plain:
         raise ValueError(
             f"parameters {plain[:10]} are not sharded by FSDP2: shard the whole model first, "
-            "with opacus.utils.fsdp_utils.FSDP2Wrapper(model) or fully_shard(model)"
+            "with opacus.utils.fsdp_utils.FSDP2Wrapper(model) or fully_shard(model), or freeze "
+            "them (requires_grad_(False))"
+        )
+    split = sorted(tensor_parallel_names(m)) if book_keeping else []
+    if split:
+        raise ValueError(
+            f"parameters {split[:10]} are split by tensor parallelism too, which the *_fsdp_bk "
+            "modes cannot reduce: use grad_sample_mode='ghost_fsdp'"
         )

@@ -105,6 +105,8 @@ def wrap_model(
         kwargs["force_functorch"] = True
     if mode.strategy == "one_pass":
         kwargs["book_keeping"] = True
+    if mode.kernels != "reference":
+        kwargs["kernels"] = mode.kernels
     return cls(model, *args, **kwargs)
 
 

@@ -126,7 +126,7 @@ def train(rank: int, case: Case, clip: float) -> dict[str, Any]:
         if step == 0:
             grads = [full(p.grad).clone() for p in model.parameters() if p.requires_grad]
             result["grads"] = grads
-            if case.mode.startswith("ghost_fsdp") and case.parts == 1:
+            if "_fsdp" in case.mode and case.parts == 1:
                 result["norms"] = private.per_sample_gradient_norms
                 result["all_norms"] = private.gather_norm_samples()
     result["parameters"] = [full(p.detach()) for p in model.parameters()]
@@ -170,6 +170,10 @@ def cases_of(world_size: int) -> list[Case]:
     splits = SPLITS[world_size].values()
     modes = ("ghost_fsdp", "ghost_fsdp_bk")
     cases = [Case("language", "fsdp", m, s, d) for m in modes for s in splits for d in both]
+    flash = ("flash_fsdp", "flash_fsdp_bk")
+    cases += [
+        Case("language", "fsdp", m, SPLITS[world_size]["uneven"], d) for m in flash for d in both
+    ]
     if world_size != 2:
         return cases
     uneven = SPLITS[2]["uneven"]

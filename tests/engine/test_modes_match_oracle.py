@@ -52,7 +52,19 @@ def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5)
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(
-    "mode", ["hooks", "ghost", "ghost-deferred", "ghost_bk", "ghost_bk-deferred", "functorch"]
+    "mode",
+    [
+        "hooks",
+        "ghost",
+        "ghost-deferred",
+        "ghost_bk",
+        "ghost_bk-deferred",
+        "functorch",
+        "flash",
+        "flash-deferred",
+        "flash_bk",
+        "flash_bk-deferred",
+    ],
 )
 def test_clipped_gradient_equals_oracle(name: str, mode: str) -> None:
     inputs, targets = PROBLEMS[name].batch(B)

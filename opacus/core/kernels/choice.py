@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.core.kernels import operands, reference
-from opacus.core.kernels.operands import SUPPORTED, interpreted
+from opacus.core.kernels.operands import SUPPORTED, Tile, interpreted
 from opacus.core.kernels.reference import sum_of_squares, widen
 
 REFERENCE, WIDTH, INPUT_LENGTH = "reference", "width", "input_length"
@@ -81,16 +81,30 @@ def shared_product_norm_sq(
         return ways[REFERENCE]()
     from opacus.core.kernels import linear_gram, linear_width
 
+    aligned = operands.takes_tma(activations, *backprops) and mask is None
     batch, tokens, d = activations.shape
     widths = [g.shape[2] for g in backprops]
     for algorithm in _worth_trying(tokens, d, widths):
-        if algorithm == WIDTH:
-            ways[WIDTH] = lambda: [linear_width.norm_sq(activations, g, mask) for g in backprops]
-        else:
-            ways[INPUT_LENGTH] = lambda: linear_gram.shared_norm_sq(activations, backprops, mask)
+        module = linear_width if algorithm == WIDTH else linear_gram
+        for tile in module.TILES if aligned else (None,):
+            name = algorithm if tile is None else f"{algorithm} {tile}"
+            if algorithm == WIDTH:
+                way = functools.partial(_each_width, activations, backprops, mask, tile)
+            else:
+                way = functools.partial(
+                    linear_gram.shared_norm_sq, activations, backprops, mask, tile=tile
+                )
+            ways[name] = way
     sizes = [batch, tokens, d, *widths]
-    aligned = operands.takes_tma(activations, *backprops)
     return _fastest(_key("product", backprops[0], sizes, (aligned, _kind(mask))), ways)
+
+
+def _each_width(
+    activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None, tile: Tile | None
+) -> list[Tensor]:
+    from opacus.core.kernels import linear_width
+
+    return [linear_width.norm_sq(activations, g, mask, tile=tile) for g in backprops]
 
 
 def grouped_product_norm_sq(

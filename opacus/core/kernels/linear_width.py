@@ -4,7 +4,7 @@ The algorithm ``"width"``: ``2 B T d p`` operations, whatever the width of the l
 memory is one number for each tile. Letters: B samples, T tokens, d and p features.
 """
 
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the annotations and knows only its own)
+# Kernels have no annotations but Triton's own: it evaluates them when it compiles.
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Backprops are read once. Letters: B samples, T tokens, d and p features, C parts of the tokens.
 """
 
-# ruff: noqa: ANN001, ANN202, N803 (Triton reads the annotations and knows only its own)
+# Kernels have no annotations but Triton's own: it evaluates them when it compiles.
 
 from __future__ import annotations
 

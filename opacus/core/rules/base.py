@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares, widen
+from opacus.core.kernels.suite import REFERENCE, NormKernels
 from opacus.core.spec import LayerSpec
 
 # Activations and backprops of one use of a layer.
@@ -35,6 +37,8 @@ class LayerRule:
     needs_parameters: bool = False
     # Whether such a rule's norms are measured by themselves, without per-sample gradients.
     measures: bool = False
+    # How norms are computed; see with_kernels.
+    kernels: NormKernels = REFERENCE
     # Whether norms follow from this rank's per-sample gradients alone.
     norm_is_local: bool = True
     # Whether such layers have the batch in dimension 0 in time-major models too.
@@ -42,6 +46,21 @@ class LayerRule:
 
     def features(self, spec: LayerSpec) -> int | None:
         """Number of last dimensions of the output that are neither batch nor time."""
+        return None
+
+    def with_kernels(self, kernels: NormKernels) -> LayerRule:
+        """The same rule with other norm computations."""
+        rule = copy.copy(self)
+        rule.kernels = kernels
+        inner = getattr(rule, "rule", None)
+        if isinstance(inner, LayerRule):
+            rule.rule = inner.with_kernels(kernels)  # type: ignore[attr-defined]
+        return rule
+
+    def norm_sq_of_many(
+        self, uses: Sequence[tuple[LayerSpec, Any, Any]]
+    ) -> list[dict[str, Tensor]] | None:
+        """:meth:`norm_sq` of many layers in one launch, ``None`` where there is no such kernel."""
         return None
 
     def options(self, module: nn.Module) -> dict[str, Any]:

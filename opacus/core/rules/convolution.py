@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.reference import (
     CHUNK_ELEMENTS,
-    product_cost,
-    product_norm_sq,
     sum_of_squares,
     widen,
 )
@@ -69,7 +67,7 @@ class ConvRule(LayerRule):
         if "weight" in spec.params:
             weight = widen(g.new_zeros(len(g)))
             for rows, patches, part in _unfolded(spec, x, g):
-                by_group = product_norm_sq(patches.flatten(0, 1), part.flatten(0, 1))
+                by_group = self.kernels.product(patches.flatten(0, 1), part.flatten(0, 1))
                 weight[rows] = by_group.view(part.shape[:2]).sum(1)
             norms["weight"] = weight
         if "bias" in spec.params:
@@ -81,7 +79,7 @@ class ConvRule(LayerRule):
         groups = spec.options["groups"]
         inputs = math.prod(spec.shapes.get("weight", (1, 1))[1:])
         tokens = g.shape[1] * math.prod(g.shape[3:])
-        return len(g) * groups * product_cost(tokens, inputs, g.shape[2] // groups)
+        return len(g) * groups * self.kernels.product_cost(tokens, inputs, g.shape[2] // groups)
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None

@@ -54,6 +54,12 @@ class EmbeddingRule(_TableRule):
         _refuse(module)
         return {"padding_idx": module.padding_idx}
 
+    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        if self.kernels.embedding is None:
+            return super().norm_sq(spec, activations, backprops)
+        ids, g = tokens_of(spec, activations, backprops, (0, 1))
+        return {"weight": self.kernels.embedding(ids, g, spec.options["padding_idx"])}
+
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:

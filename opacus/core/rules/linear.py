@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.reference import product_cost, product_norm_sq, sum_of_squares, widen
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
 
@@ -34,14 +33,30 @@ class LinearRule(LayerRule):
         x, g = tokens_of(spec, activations, backprops, (1, 1))
         norms = {}
         if "weight" in spec.params:
-            norms["weight"] = product_norm_sq(x, g)
+            norms["weight"] = self.kernels.product(x, g)
         if "bias" in spec.params:
-            norms["bias"] = sum_of_squares(_token_sum(g))
+            norms["bias"] = self.kernels.bias(g)
+        return norms
+
+    def norm_sq_of_many(
+        self, uses: Sequence[tuple[LayerSpec, Any, Any]]
+    ) -> list[dict[str, Tensor]] | None:
+        if self.kernels.grouped is None:
+            return None
+        pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
+        weights = [i for i, (spec, _, _) in enumerate(uses) if "weight" in spec.params]
+        products = self.kernels.grouped([pairs[i] for i in weights])
+        norms: list[dict[str, Tensor]] = [{} for _ in uses]
+        for place, value in zip(weights, products, strict=True):
+            norms[place]["weight"] = value
+        for place, (spec, _, _) in enumerate(uses):
+            if "bias" in spec.params:
+                norms[place]["bias"] = self.kernels.bias(pairs[place][1])
         return norms
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         x, g = tokens_of(spec, activations, backprops, (1, 1))
-        return len(x) * product_cost(x.shape[1], x.shape[2], g.shape[2])
+        return len(x) * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -65,8 +80,3 @@ def _products(backprops: Tensor, activations: Tensor) -> Tensor:
     if len(backprops) == 1:  # a plain product starts sooner than a batched one
         return torch.mm(backprops[0].t(), activations[0]).unsqueeze(0)
     return torch.bmm(backprops.transpose(1, 2), activations)
-
-
-def _token_sum(backprops: Tensor) -> Tensor:
-    """``[B, T, p] -> [B, p]``, in at least fp32."""
-    return backprops.sum(1, dtype=widen(backprops.new_empty(0)).dtype)

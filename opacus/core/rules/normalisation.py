@@ -16,6 +16,9 @@ from opacus.core.spec import LayerSpec
 class TrailingNormRule(LayerRule):
     """Normalises the last dimensions; gradients are sums over the tokens before them."""
 
+    # Whether the mean is taken out.
+    centre: bool = False
+
     def features(self, spec: LayerSpec) -> int:
         return max((len(shape) for shape in spec.shapes.values()), default=1)
 
@@ -35,6 +38,15 @@ class TrailingNormRule(LayerRule):
             grads["bias"] = widen(g).sum(1)
         return grads
 
+    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        affine, eps, shape = self.kernels.affine, spec.options["eps"], spec.options["shape"]
+        if affine is None or eps is None or len(shape) != 1 or "weight" not in spec.params:
+            return super().norm_sq(spec, activations, backprops)
+        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        bias = "bias" in spec.params
+        weight_sq, bias_sq = affine(x, g, eps=eps, centre=self.centre, bias=bias)
+        return {"weight": weight_sq} | ({} if bias_sq is None else {"bias": bias_sq})
+
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         dims = len(spec.options["shape"])
         x, g = join_tokens([(a[0], b) for a, b in uses], (dims, dims))
@@ -43,6 +55,8 @@ class TrailingNormRule(LayerRule):
 
 class LayerNormRule(TrailingNormRule):
     """``torch.nn.LayerNorm``."""
+
+    centre = True
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.LayerNorm)

@@ -1,0 +1,21 @@
+"""Fixtures of the kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from opacus.core.kernels import operands
+
+
+@pytest.fixture(autouse=True)
+def _nan_where_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves unwritten shows."""
+
+    def poisoned(shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), float("nan"), dtype=torch.float32, device=device)
+
+    monkeypatch.setattr(operands, "blank", poisoned)
