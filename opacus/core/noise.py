@@ -74,6 +74,7 @@ class ShardedNoise:
         self._base: int | None = None
         self._streams: dict[tuple[str, int], torch.Generator] = {}
         self._meshes: list[DeviceMesh] = []
+        self._numbers: dict[Any, int] = {}
 
     def know(self, references: Iterable[Tensor]) -> None:
         """Learn on which meshes the parameters of a model lie.
@@ -85,6 +86,7 @@ class ShardedNoise:
 
         meshes = {t.device_mesh for t in references if isinstance(t, DTensor)}
         self._meshes = sorted(meshes, key=lambda mesh: -mesh.ndim)
+        self._numbers = {}
 
     def draw(self, std: float, reference: DTensor) -> DTensor:
         """A DTensor like ``reference`` whose local part is this shard's noise."""
@@ -119,7 +121,7 @@ class ShardedNoise:
         groups: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
             shard = tensor.to_local()
-            key = (stream_of(tensor, self._meshes), shard.device, shard.dtype)
+            key = (self._number_of(tensor), shard.device, shard.dtype)
             groups.setdefault(key, []).append(shard)
         for (index, device, _), shards in groups.items():
             stream = self._stream(index, device)
@@ -145,6 +147,13 @@ class ShardedNoise:
             generator = torch.Generator(device=device)
             generator.set_state(value)
             self._streams[(device, int(index))] = generator
+
+    def _number_of(self, tensor: DTensor) -> int:
+        """:func:`stream_of`, remembered for each way of lying on the ranks."""
+        key = (tensor.device_mesh, tensor.placements)
+        if key not in self._numbers:
+            self._numbers[key] = stream_of(tensor, self._meshes)
+        return self._numbers[key]
 
     def _stream(self, index: int, device: torch.device) -> torch.Generator:
         key = (str(device), index)

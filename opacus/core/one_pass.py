@@ -159,6 +159,10 @@ class OnePass(Ghost):
         retain_graph: bool = False,
     ) -> None:
         """Weight and add what was kept; runs no backward pass."""
+        with torch.no_grad():
+            self._sum(factors, excluded)
+
+    def _sum(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
         assert self.ledger is not None
         ledger, self.ledger = self.ledger, None
         sums = _KeptSums(ledger.held, factors, excluded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from opacus.core.one_pass import BUCKET_ELEMENTS, Terms
 from opacus.core.sharded import is_dtensor
 from opacus.core.torch_internals import as_sharded
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
+# Parameters up to this size (biases, norms) go into buckets of their own, at the end.
+SMALL_ELEMENTS = 1 << 16
 # Buckets whose reduction may run while the next one is filled.
 IN_FLIGHT = 2
 
@@ -59,6 +58,10 @@ class _Bucket:
     work: Any = None
 
 
+# torch 2.13 renamed it; the old name warns there.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class ShardedSink:
     """Reduce-scatters clipped sums, a bucket at a time, while the next bucket is filled.
 
@@ -78,11 +81,18 @@ class ShardedSink:
         self.reduce_dtypes = reduce_dtypes
         self._shards: dict[str, Shards] = {}
         self._waiting: dict[str, Terms] = {}
+        self._small: dict[str, Terms] = {}
         self._elements = 0
         self._flying: list[_Bucket] = []
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
+        if self._shards_of(name).elements <= SMALL_ELEMENTS:
+            self._small[name] = terms  # together, after the others
+        else:
+            self._take(name, terms)
+
+    def _take(self, name: str, terms: Terms) -> None:
         shards = self._shards_of(name)
         previous = next(reversed(self._waiting), None)
         if previous is not None and (
@@ -95,6 +105,9 @@ class ShardedSink:
 
     def finish(self) -> None:
         """Reduce what is left and set every parameter's ``grad``."""
+        small, self._small = self._small, {}
+        for name, terms in small.items():
+            self._take(name, terms)
         if self._waiting:
             self._launch()
         while self._flying:
@@ -115,7 +128,7 @@ class ShardedSink:
             start += self._shards_of(name).size
         self._fill(bucket, bucket.whole, waiting)
         bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
-        bucket.work = dist.reduce_scatter_tensor(
+        bucket.work = _reduce_scatter(
             bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True
         )
         self._flying.append(bucket)
@@ -151,7 +164,9 @@ class ShardedSink:
             dist.all_reduce(bucket.shard, group=replicas)
         for name, start in zip(bucket.names, bucket.starts, strict=True):
             parameter: Any = self.parameters[name]
-            grad = _as_gradient(bucket.shard[start:], parameter)
+            local = parameter.to_local()
+            grad = bucket.shard[start : start + local.numel()].view(local.shape)
+            grad = as_sharded(grad.to(device=local.device, dtype=local.dtype), parameter)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _shards_of(self, name: str) -> Shards:
@@ -161,7 +176,8 @@ class ShardedSink:
         return self._shards[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shards": {}, "_waiting": {}, "_elements": 0, "_flying": []}
+        transient = {"_shards": {}, "_waiting": {}, "_small": {}, "_elements": 0, "_flying": []}
+        return {**self.__dict__, **transient}
 
 
 def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
@@ -211,10 +227,3 @@ def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:
 
 def _pieces(whole: Tensor, shards: Shards) -> Iterable[Tensor]:
     return whole.chunk(shards.world, dim=shards.dim)
-
-
-def _as_gradient(flat: Tensor, parameter: DTensor) -> DTensor:
-    """This rank's shard, at the start of ``flat``, as a gradient of ``parameter``."""
-    local = parameter.to_local()
-    grad = flat[: local.numel()].view(local.shape).to(device=local.device, dtype=local.dtype)
-    return as_sharded(grad, parameter)

@@ -40,7 +40,7 @@ def tensor_parallel_names(model: nn.Module) -> set[str]:
 def managed_names(model: nn.Module) -> set[str] | None:
     """Names of the parameters in some FSDP2 unit; ``None`` if this torch does not tell."""
     names = {name for name, _, _ in _managed(model)}
-    return names or None
+    return names or (None if any(is_fsdp(m) for m in model.modules()) else set())
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ from opacus.core.rules.base import LayerRule
 from opacus.core.rules.convolution import ConvRule
 from opacus.core.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from opacus.core.rules.generic import GenericRule
-from opacus.core.rules.linear import LinearRule
+from opacus.core.rules.linear import LinearRule, TransposedLinearRule
 from opacus.core.rules.normalisation import (
     GroupNormRule,
     HuggingFaceRMSNormRule,
@@ -66,6 +66,7 @@ HUGGING_FACE_RMS_NORMS = frozenset(
     )
 )  # fmt: skip
 _HUGGING_FACE_RULE = HuggingFaceRMSNormRule()
+_HUGGING_FACE_CONV1D_RULE = TransposedLinearRule()
 
 
 def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
@@ -82,6 +83,8 @@ def rule_for(module: nn.Module) -> LayerRule:
         return RULES[kind]
     if _is_hugging_face_rms_norm(kind, module):
         return _HUGGING_FACE_RULE
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return _HUGGING_FACE_CONV1D_RULE
     return GenericRule(module)
 
 

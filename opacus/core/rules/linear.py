@@ -75,6 +75,26 @@ class LinearRule(LayerRule):
         return (x,), g
 
 
+class TransposedLinearRule(LinearRule):
+    """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        grads = super().per_sample_grad(spec, activations, backprops)
+        if "weight" in grads:
+            grads["weight"] = grads["weight"].transpose(1, 2)
+        return grads
+
+    def weighted_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
+    ) -> dict[str, Tensor]:
+        grads = super().weighted_grad(spec, activations, backprops, factors)
+        if "weight" in grads:
+            grads["weight"] = grads["weight"].t()
+        return grads
+
+
 def _products(backprops: Tensor, activations: Tensor) -> Tensor:
     """``G_i^T A_i`` for each sample, ``[B, p, d]``."""
     if len(backprops) == 1:  # a plain product starts sooner than a batched one

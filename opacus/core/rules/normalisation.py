@@ -33,7 +33,7 @@ class TrailingNormRule(LayerRule):
         x, g = tokens_of(spec, activations, backprops, (dims, dims))
         grads = {}
         if "weight" in spec.params:
-            grads["weight"] = (widen(g) * self.normalise(spec, widen(x))).sum(1)
+            grads["weight"] = (g * self.normalise(spec, widen(x))).sum(1)
         if "bias" in spec.params:
             grads["bias"] = widen(g).sum(1)
         return grads

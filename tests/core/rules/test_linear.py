@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus.core.rules import rule_for
+from opacus.core.rules import LinearRule, rule_for
 from opacus.core.spec import make_spec
 from tests.core.rules.cases import norm_sq, observe, vectors
 from tests.oracle import relative_error
@@ -82,3 +82,18 @@ def test_factors_are_not_rounded_before_they_are_applied(dtype: torch.dtype) -> 
     total = rule.weighted_grad(spec, (x,), g, factor)["weight"]
     want = (norm * factor).item()
     assert total.double().norm().item() == pytest.approx(want, rel=error / 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_gpt2s_transposed_linear_layer_has_a_rule(tokens: int) -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    seen = observe(conv1d(7, 9), vectors(tokens, 9)(3), torch.float64)
+    assert isinstance(seen.rule, LinearRule)
+    factors = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
+    got = seen.rule.per_sample_grad(seen.spec, seen.activations, seen.backprops)
+    sums = seen.rule.weighted_grad(seen.spec, seen.activations, seen.backprops, factors)
+    norms = seen.rule.norm_sq(seen.spec, seen.activations, seen.backprops)
+    for name, want in seen.want.items():
+        assert relative_error(got[name], want) <= 1e-12
+        assert relative_error(sums[name], torch.tensordot(factors, want, dims=1)) <= 1e-12
+        assert relative_error(norms[name], norm_sq(want)) <= 1e-12
