@@ -89,7 +89,7 @@ def fingerprint(inputs: Any, device: torch.device) -> Tensor:
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if not local.numel():
             continue
-        data = local.detach().contiguous().view(torch.uint8).flatten().to(device, torch.int64)
+        data = local.detach().flatten().contiguous().view(torch.uint8).to(device, torch.int64)
         weights = (torch.arange(len(data), device=device) * 2 + 1) * _ODD
         sums += torch.stack([(data * weights).sum(), (data * (weights >> 17)).sum()])
         varied |= (local != local.flatten()[0]).any().to(device)

@@ -68,7 +68,7 @@ def scaled_step(optimizer: Any) -> ScaledStep:
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return ScaledStep()
-    scale = getattr(optimizer, "grad_scale", None)
+    scale: Any = getattr(optimizer, "grad_scale", None)
     divided = scale is None
     if divided:
         scaler = calling_scaler(STEPPING)

@@ -14,6 +14,7 @@ from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
+from opacus.core.sharded import is_dtensor, is_fsdp
 from opacus.core.strategy import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
@@ -127,9 +128,30 @@ class GradSampleHooks(AbstractGradSampleHooks):
                     layer.module, batch_first, self._recorder.paused
                 )
         self._strategy = self._make_strategy()
+        self._sharding_is_known = self._is_sharded()
+        self._recorder.handles.append(
+            self._module.register_forward_pre_hook(self._refuse_late_sharding)
+        )
         self._module.autograd_grad_sample_hooks = self._recorder.handles
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
+
+    def _refuse_late_sharding(self, module: nn.Module, args: Any) -> None:
+        """In the first forward: raise if the parameters have been replaced by sharded ones."""
+        if self._sharding_is_known:
+            return
+        if self._is_sharded():
+            raise RuntimeError(
+                "the model was sharded after make_private, which gave it parameters that the "
+                "optimizer does not hold and that get no noise: shard it first, build the "
+                "optimizer from its parameters, then call make_private"
+            )
+        self._sharding_is_known = True
+
+    def _is_sharded(self) -> bool:
+        layers = self._recorder.layers
+        held = (p for layer in layers for p in layer.module._parameters.values())
+        return is_fsdp(self._module) or any(is_dtensor(p) for p in held)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         def choose(module: nn.Module) -> Any:

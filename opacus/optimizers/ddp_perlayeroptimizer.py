@@ -7,15 +7,15 @@ from torch import nn
 
 from opacus.core.clipping import clip_flat
 from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
-from opacus.optimizers.optimizer import weighted_sum
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+from opacus.optimizers.utils import weighted_sums
 
 
 def _clip_and_accumulate_parameter(p: nn.Parameter, max_grad_norm: float) -> None:
     """Clip the per-sample gradients of one parameter and add their sum to ``p.summed_grad``."""
     grad_sample: torch.Tensor = p.grad_sample  # type: ignore[attr-defined]
     norms = grad_sample.reshape(len(grad_sample), -1).norm(2, dim=-1)
-    grad = weighted_sum(clip_flat(norms, max_grad_norm), grad_sample)
+    (grad,) = weighted_sums([clip_flat(norms, max_grad_norm)], [grad_sample])
     known: torch.Tensor | None = getattr(p, "summed_grad", None)
     p.summed_grad = grad if known is None else known + grad  # type: ignore[attr-defined]
 

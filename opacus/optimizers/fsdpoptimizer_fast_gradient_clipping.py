@@ -24,5 +24,8 @@ class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
 
     def _set_up(self) -> None:
         super()._set_up()
+        layout = self._layout
+        if isinstance(layout, Sharded):
+            layout.streams.know(self.params)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

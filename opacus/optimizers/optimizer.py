@@ -7,16 +7,18 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped, clip_flat, rounded_down
-from opacus.core.kernels.reference import sum_of_squares
-from opacus.core.layout import Single
+from opacus.core.clipping import Clipped, clip_flat
+from opacus.core.kernels.reference import sums_of_squares
+from opacus.core.layout import Single, divide
+from opacus.core.loss_scale import ScaledStep, scaled_step
 from opacus.core.noise import gaussian
 from opacus.core.processed import is_processed, mark_processed
 from opacus.core.state import PrivacyParams
-from opacus.optimizers.utils import params
+from opacus.optimizers.utils import check_rows, params, weighted_sums
 
 UNCLEARED = (
     "the gradients of an earlier step are still there and would be released a second time: call "
@@ -66,6 +68,10 @@ class DPOptimizer(Optimizer):
     ``noise_multiplier * max_grad_norm``. A sample whose gradient is not finite
     contributes nothing; a parameter that was not used gets noise alone.
 
+    ``torch.amp.GradScaler``: gradients are divided by the loss scale before they are
+    clipped. A step that the scaler skips releases no gradient but is counted like any
+    other: that it was skipped depends on the data, and no noise hides it.
+
     Args:
         optimizer: The optimizer to wrap; it stays reachable as ``original_optimizer``.
         noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
@@ -84,6 +90,8 @@ class DPOptimizer(Optimizer):
     """
 
     _layout_class: ClassVar[type[Single]] = Single
+    # GradScaler then calls step() after an overflow too, and says what it scaled by.
+    _step_supports_amp_scaling: ClassVar[bool] = True
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -117,7 +125,9 @@ class DPOptimizer(Optimizer):
         self.step_hook: Callable[[DPOptimizer], None] | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
-        self.skipped_samples = 0
+        self._scaled = ScaledStep()
+        self._overflowed = False  # in any physical batch since the last real step
+        self._skipped_samples: int | Tensor = 0
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         # Step and state hooks of torch, without add_param_group on the shared groups.
@@ -176,6 +186,11 @@ class DPOptimizer(Optimizer):
     @secure_mode.setter
     def secure_mode(self, value: bool) -> None:
         self._layout.secure_mode = value
+
+    @property
+    def skipped_samples(self) -> int:
+        """Number of samples left out so far because their gradients were not finite."""
+        return int(self._skipped_samples)  # waits for the device only when it is asked for
 
     # --- the wrapped optimizer ---
 
@@ -307,18 +322,33 @@ class DPOptimizer(Optimizer):
         for parameter in used:
             _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
         samples = [self._get_flat_grad_sample(p) for p in used]
+        check_rows(samples)
         clipped = self._clip(used, samples)
-        for parameter, grad_sample, one in zip(used, samples, clipped, strict=True):
-            self._accumulate(parameter, weighted_sum(one, grad_sample))
+        scale = self._scaled.scale
+        for parameter, total in zip(used, weighted_sums(clipped, samples), strict=True):
+            self._accumulate(parameter, total if scale == 1.0 else total / scale)
             _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
-        self.skipped_samples += int(clipped[0].excluded.sum()) if clipped else 0
+        if clipped:
+            self._skipped_samples = self._skipped_samples + clipped[0].excluded.sum()
 
     def _clip(self, used: list[nn.Parameter], samples: list[Tensor]) -> list[Clipped]:
         """Clipping factors of each parameter in ``used``; flat clipping: all the same."""
         if not samples:
             return []
-        norms = torch.stack(_norms(samples), dim=1).norm(2, dim=1)
+        norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
         return [clip_flat(norms, self._privacy.sensitivity)] * len(samples)
+
+    def _norms(self, samples: list[Tensor]) -> list[Tensor]:
+        """``[B]`` norms of each parameter's per-sample gradients, on one device, unscaled."""
+        device, scale = samples[0].device, self._scaled.scale
+        norms = [norm_sq.sqrt().to(device) for norm_sq in sums_of_squares(samples)]
+        return norms if scale == 1.0 else [norm / scale for norm in norms]
+
+    def _discard(self) -> None:
+        """Use up the per-sample gradients of a batch that overflowed."""
+        for parameter in self._used_parameters():
+            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
+            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
 
     def _accumulate(self, parameter: nn.Parameter, grad: Tensor) -> None:
         known: Tensor | None = getattr(parameter, "summed_grad", None)
@@ -335,37 +365,43 @@ class DPOptimizer(Optimizer):
         Raises:
             ValueError: The sum was used in an earlier step already.
         """
-        for parameter in self.params:
+        parameters, sums = self.params, []
+        for parameter in parameters:
             summed: Tensor | None = getattr(parameter, "summed_grad", None)
-            if summed is None:
-                summed = torch.zeros_like(parameter)
-            _check_processed_flag(summed)
-            noise = self._layout.noise(self._privacy.noise_std, summed)
-            noised = summed.clone() if noise is None else (summed + noise).to(parameter.dtype)
-            parameter.grad = noised.view_as(parameter)
-            _mark_as_processed(summed)
+            sums.append(torch.zeros_like(parameter) if summed is None else summed)
+        _check_processed_flag(sums)
+        with torch.no_grad():
+            noised = self._layout.noised(self._privacy.noise_std, sums)
+        for parameter, grad in zip(parameters, noised, strict=True):
+            same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
+            parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
+        _mark_as_processed(sums)
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
         if self.loss_reduction == "mean":
             divisor = self.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
-            for parameter in self.params:
-                assert parameter.grad is not None
-                parameter.grad.div_(divisor)
+            grads = [parameter.grad for parameter in self.params]
+            with torch.no_grad():
+                divide([grad for grad in grads if grad is not None], divisor)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the wrapped optimizer's step.
 
         Returns:
             Whether to step: ``False`` for a physical batch that is not the last one of
-            its logical batch.
+            its logical batch, and after an overflow that ``GradScaler`` found in any of
+            them (on any rank).
         """
         if not self.params:
             return True
-        self.clip_and_accumulate()
+        self._take_batch()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
+            return False
+        if self._overflowed_anywhere():
+            self._skip_overflowed_step()
             return False
         self.add_noise()
         self._layout.reduce(self.params)
@@ -374,6 +410,35 @@ class DPOptimizer(Optimizer):
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
+
+    def _take_batch(self) -> None:
+        """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""
+        self._scaled = scaled_step(self)
+        try:
+            if self._scaled.overflow:
+                self._discard()
+            else:
+                self.clip_and_accumulate()
+        finally:
+            overflow, active = self._scaled.overflow, self._scaled.active
+            self._scaled = ScaledStep(active=active)
+        self._overflowed |= overflow
+
+    def _overflowed_anywhere(self) -> bool:
+        """Whether a batch of this step overflowed, the same answer on every rank."""
+        if not self._scaled.active or self._layout.world_size == 1:
+            return self._overflowed
+        flag = torch.tensor([float(self._overflowed)], device=self.params[0].device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _skip_overflowed_step(self) -> None:
+        """Release nothing and drop the sums; the accountant counts the step."""
+        for parameter in self.params:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        if self.step_hook:
+            self.step_hook(self)
+        self._overflowed = self._is_last_step_skipped = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
@@ -390,9 +455,9 @@ class DPOptimizer(Optimizer):
                 loss = closure()
         if self.pre_step():
             self.original_optimizer.step()
-            for parameter in self.params:
-                if parameter.grad is not None:
-                    mark_processed(parameter.grad)
+        for parameter in self.params:  # also after a physical batch: zero_grad is due
+            if parameter.grad is not None:
+                mark_processed(parameter.grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -422,7 +487,7 @@ class DPOptimizer(Optimizer):
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
         self._step_skip_queue.clear()
-        self._is_last_step_skipped = False
+        self._is_last_step_skipped = self._overflowed = False
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]
@@ -430,18 +495,3 @@ class DPOptimizer(Optimizer):
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Call ``fn(optimizer)`` in every real step; the accountant counts there."""
         self.step_hook = fn
-
-
-def _norms(samples: list[Tensor]) -> list[Tensor]:
-    """``[B]`` norms of each parameter's per-sample gradients, on one device."""
-    device = samples[0].device
-    return [sum_of_squares(g).sqrt().to(device) for g in samples]
-
-
-def weighted_sum(clipped: Clipped, grad_sample: Tensor) -> Tensor:
-    """``sum_i factors[i] * grad_sample[i]``; excluded rows contribute nothing, NaN or not."""
-    factors = rounded_down(clipped.factors.to(grad_sample.device), grad_sample.dtype)
-    if bool(clipped.excluded.any()):
-        rows = clipped.excluded.to(grad_sample.device).view(-1, *[1] * (grad_sample.dim() - 1))
-        grad_sample = grad_sample.masked_fill(rows, 0.0)
-    return torch.tensordot(factors, grad_sample, dims=1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from opacus.core.processed import is_processed
 from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.utils import check_norm_count
 
 
 class DPOptimizerFastGradientClipping(DPOptimizer):
@@ -18,13 +21,33 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _set_up(self) -> None:
         super()._set_up()
+        if self._privacy.max_grad_norms is not None:
+            check_norm_count(self._privacy.max_grad_norms, len(self.params))
         self.expects_criterion = False
         self._clipped_batches = 0
         self._accumulated = 1
+        self._loss_scale: float | None = None
 
-    def note_clipped_batch(self) -> None:
-        """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``."""
+    def note_clipped_batch(self, loss_scale: float | None = None, excluded: bool = False) -> None:
+        """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
+
+        Args:
+            loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
+                ``None`` without one.
+            excluded: Whether samples with infinite or NaN gradients were left out.
+
+        Raises:
+            RuntimeError: Batches of one step have different loss scales.
+        """
+        if self._clipped_batches and self._loss_scale != loss_scale:
+            self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
+        self._loss_scale = loss_scale
         self._clipped_batches += 1
+        if excluded and loss_scale is not None:
+            # As autograd would have left them: the scaler looks for that, and backs off.
+            for parameter in self.params:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -38,10 +61,21 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             RuntimeError: No clipped gradient has been formed since the last step.
         """
         self._check_clipped()
+        scale = 1.0 if self._scaled.divided else self._scaled.scale
         for parameter in self.params:
             grad, parameter.grad = parameter.grad, None
             if grad is not None and not is_processed(grad):
-                self._accumulate(parameter, grad)
+                self._accumulate(parameter, grad if scale == 1.0 else grad / scale)
+        self._batch_is_taken()
+
+    def _discard(self) -> None:
+        self._check_clipped()
+        for parameter in self.params:
+            parameter.grad = None
+        self._batch_is_taken()
+
+    def _batch_is_taken(self) -> None:
+        self._loss_scale = None
         self._accumulated = max(self._clipped_batches, 1)
         self._clipped_batches = 0
 
@@ -53,6 +87,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "and call backward() on its loss. The backward() of an ordinary loss clips "
                 "nothing, so it leaves no gradient in ghost modes"
             )
+        if (self._loss_scale or 1.0) != self._scaled.scale:
+            self._refuse_scale(f"step() divides by {self._scaled.scale}, but gradients have")
+
+    def _refuse_scale(self, what: str) -> None:
+        """A gradient that is not divided by its own scale has another sensitivity than C."""
+        raise RuntimeError(
+            f"{what} loss scale {self._loss_scale}: use scaler.scale(loss).backward(), then "
+            "scaler.step(optimizer) instead of optimizer.step(), then scaler.update()"
+        )
 
     def clip_and_accumulate(self) -> None:
         """Clipping happened in the backward pass; accumulate its result."""
@@ -67,11 +110,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Args:
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
-        self._clipped_batches = 0
+        self._clipped_batches, self._loss_scale = 0, None
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self._clipped_batches = 0
+        self._clipped_batches, self._loss_scale = 0, None
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

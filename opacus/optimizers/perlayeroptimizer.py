@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each
-from opacus.optimizers.optimizer import DPOptimizer, _norms
+from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.utils import check_norm_count
 
 
 class DPPerLayerOptimizer(DPOptimizer):
@@ -21,13 +22,7 @@ class DPPerLayerOptimizer(DPOptimizer):
 
     def _set_up(self) -> None:
         super()._set_up()
-        norms = self._privacy.max_grad_norms
-        if norms is None or len(norms) != len(self.params):
-            raise ValueError(
-                "per-layer clipping needs max_grad_norm as a list with one number for each of the "
-                f"{len(self.params)} trainable parameters, got "
-                f"{self.max_grad_norm if norms is None else len(norms)}"
-            )
+        check_norm_count(self._privacy.max_grad_norms or self.max_grad_norm, len(self.params))
 
     @property
     def max_grad_norms(self) -> list[float]:
@@ -43,6 +38,6 @@ class DPPerLayerOptimizer(DPOptimizer):
             return []
         limit_of = {id(p): c for p, c in zip(self.params, self.max_grad_norms, strict=True)}
         limits = {str(i): limit_of[id(p)] for i, p in enumerate(used)}
-        norms = {str(i): norm for i, norm in enumerate(_norms(samples))}
+        norms = {str(i): norm for i, norm in enumerate(self._norms(samples))}
         factors, excluded = clip_each(norms, limits)
         return [Clipped(factor, excluded) for factor in factors.values()]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from opacus.core.clipping import Clipped
+from opacus.core.loss_scale import SCALING, calling_scaler
 from opacus.core.losses import per_sample_losses
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -19,18 +23,42 @@ from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGr
 PrivateModule = GradSampleHooksFastGradientClipping | GradSampleModuleFastGradientClipping
 
 
-class DPTensorFastGradientClipping:
+class DPTensorFastGradientClipping(Tensor):
     """A loss of B samples whose ``backward()`` leaves clipped gradients.
 
-    Behaves like a zero-dimensional tensor: arithmetic acts on the per-sample losses
-    and gives another such loss; everything else acts on :meth:`detach`.
+    A zero-dimensional tensor with the value of the reduced loss. Arithmetic acts on the
+    per-sample losses and gives another such loss; everything else acts on
+    :meth:`detach` and gives ordinary tensors without a graph.
 
     Args:
         module: The private module, or the hooks object if it is not wrapped.
         optimizer: The private optimizer.
         loss_per_sample: ``[B]`` losses with their graph.
         loss_reduction: ``"mean"`` or ``"sum"``, for the value and the averaging.
+
+    Raises:
+        ValueError: ``loss_reduction`` is neither.
     """
+
+    # The factor that a GradScaler put on the losses; see opacus.core.loss_scale.
+    loss_scale: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[DPTensorFastGradientClipping],
+        module: PrivateModule,
+        optimizer: DPOptimizerFastGradientClipping,
+        loss_per_sample: Tensor,
+        loss_reduction: str = "mean",
+        *_: Any,
+    ) -> DPTensorFastGradientClipping:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
+            )
+        losses = loss_per_sample.detach()
+        mean = loss_reduction == "mean" and losses.numel() > 0
+        return Tensor._make_subclass(cls, losses.mean() if mean else losses.sum())
 
     def __init__(
         self,
@@ -39,20 +67,18 @@ class DPTensorFastGradientClipping:
         loss_per_sample: Tensor,
         loss_reduction: str = "mean",
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
-            )
         self.module = module
         self.optimizer = optimizer
         self.loss_per_sample = loss_per_sample
         self.loss_reduction = loss_reduction
+        self.loss_scale = None
 
-    def backward(self, retain_graph: bool = False) -> None:
+    def backward(self, retain_graph: bool = False) -> None:  # type: ignore[override]
         """Add the clipped sum of the per-sample gradients to the parameters' ``grad``.
 
-        Two backward passes: norms, then the sum of ``c_i * loss_i`` with
-        ``c_i = min(1, C / (||g_i|| + 1e-6))``.
+        Norms first, then the sum of ``c_i * g_i`` with ``c_i = min(1, C / (||g_i|| +
+        1e-6))``. After ``scaler.scale(loss)`` norms are those of the unscaled gradients,
+        and ``grad`` holds the clipped sum times the scale, for the scaler to divide.
 
         Raises:
             ValueError: A second call before ``optimizer.step()`` where gradient
@@ -60,16 +86,24 @@ class DPTensorFastGradientClipping:
             RuntimeError: A trainable parameter was used past its layer.
         """
         self._check_accumulation()
-        self.module.norm_pass(self.loss_per_sample, retain_graph)
-        self.module.sum_pass(self.loss_per_sample, self.module.clip(), retain_graph)
-        self.optimizer.note_clipped_batch()
+        scale = None if self.loss_scale is None else float(self.loss_scale)
+        self.module.norm_pass(self.loss_per_sample, retain_graph, loss_scale=scale)
+        self._norms_are_known(self.module.per_sample_gradient_norms)
+        clipped = self.module.clip()
+        self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
+        excluded = scale is not None and bool(_excluded(clipped).any())
+        self.optimizer.note_clipped_batch(scale, excluded)
+
+    def _norms_are_known(self, norms: Tensor) -> None:
+        """What a subclass does between the norms ``[B]`` and the clipping."""
 
     def _check_accumulation(self) -> None:
         pending = self.optimizer._clipped_batches > 0
         if pending and not self.module.grad_accumulation_allowed:
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. Call "
-                "optimizer.step() and optimizer.zero_grad() after every backward pass, or use "
+                "optimizer.step() and optimizer.zero_grad() after every backward pass (with "
+                "accelerate or Trainer, set gradient_accumulation_steps=1), or use "
                 "BatchMemoryManager to simulate large batches"
             )
 
@@ -77,56 +111,54 @@ class DPTensorFastGradientClipping:
 
     def detach(self) -> Tensor:
         """The reduced loss, without a graph. An empty batch has loss 0."""
-        losses = self.loss_per_sample.detach()
-        if self.loss_reduction == "sum" or losses.numel() == 0:
-            return losses.sum()
-        return losses.mean()
+        return _plain(self)
 
-    def item(self) -> float:
+    def item(self) -> float:  # type: ignore[override]
         """The reduced loss as a Python number."""
         return self.detach().item()
 
     def _with(self, loss_per_sample: Tensor) -> DPTensorFastGradientClipping:
         return type(self)(self.module, self.optimizer, loss_per_sample, self.loss_reduction)
 
-    def _operand(self, other: Any) -> Any:
-        if not isinstance(other, DPTensorFastGradientClipping):
-            return other
-        if other.loss_reduction != self.loss_reduction:
-            raise ValueError(
-                "Cannot combine losses with different reductions: "
-                f"{self.loss_reduction} vs {other.loss_reduction}"
-            )
-        return other.loss_per_sample
+    def __add__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.add, self, other)
 
-    def __add__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample + self._operand(other))
+    def __radd__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.add, other, self)
 
-    def __radd__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(other + self.loss_per_sample)
+    def __sub__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.sub, self, other)
 
-    def __sub__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample - self._operand(other))
+    def __rsub__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.sub, other, self)
 
-    def __rsub__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(other - self.loss_per_sample)
+    def __mul__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        scaled = _arithmetic(operator.mul, self, other)
+        if calling_scaler(SCALING) is not None:
+            before = 1.0 if self.loss_scale is None else self.loss_scale
+            scaled.loss_scale = before * other.detach()
+        return scaled
 
-    def __mul__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample * other)
+    def __rmul__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.mul, other, self)
 
-    def __rmul__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(other * self.loss_per_sample)
+    def __truediv__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.truediv, self, other)
 
-    def __truediv__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample / other)
+    def __rtruediv__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.truediv, other, self)
 
-    def __pow__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample**other)
+    def __pow__(self, other: Any) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.pow, self, other)
 
-    def __neg__(self) -> DPTensorFastGradientClipping:
-        return self._with(-self.loss_per_sample)
+    def __neg__(self) -> DPTensorFastGradientClipping:  # type: ignore[override]
+        return _arithmetic(operator.neg, self)
 
-    def __repr__(self) -> str:
+    # `loss /= 2` makes a new loss: there is no tensor whose graph it could change.
+    __iadd__, __isub__, __imul__ = __add__, __sub__, __mul__  # type: ignore[assignment]
+    __itruediv__, __ipow__ = __truediv__, __pow__  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.loss_per_sample.shape)
         return f"DPTensorFastGradientClipping(loss_reduction={self.loss_reduction}, shape={shape})"
 
@@ -136,46 +168,89 @@ class DPTensorFastGradientClipping:
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else str(self)
 
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(self.detach())
-
-    def __lt__(self, other: Any) -> Any:
-        return self.detach() < _plain(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.detach() <= _plain(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.detach() > _plain(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.detach() >= _plain(other)
-
     @property
-    def requires_grad(self) -> bool:
+    def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether :meth:`backward` is possible."""
         return self.loss_per_sample.requires_grad
-
-    def __getattr__(self, name: str) -> Any:
-        # Anything else that loggers and trainers ask of a loss: the reduced value's.
-        if name.startswith("__") or name == "loss_per_sample":
-            raise AttributeError(name)
-        return getattr(self.detach(), name)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args = torch.utils._pytree.tree_map_only(cls, _plain, args)
-        kwargs = torch.utils._pytree.tree_map_only(cls, _plain, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if not kwargs and name in ARITHMETIC:
+            return _arithmetic(func, *args)
+        if not kwargs and name in ("mean", "sum") and len(args) == 1 and _is_loss(args[0]):
+            return args[0]
+        args = tree_map_only(DPTensorFastGradientClipping, _plain, args)
+        kwargs = tree_map_only(DPTensorFastGradientClipping, _plain, kwargs or {})
         return func(*args, **kwargs)
 
 
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, DPTensorFastGradientClipping) else value
+# Functions of torch that give another private loss, besides the operators.
+ARITHMETIC = frozenset(
+    (
+        "add", "__add__", "__radd__", "sub", "subtract", "rsub", "__rsub__", "mul", "multiply",
+        "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "__rdiv__", "neg",
+        "negative", "pow",
+    )
+)  # fmt: skip
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, DPTensorFastGradientClipping)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """The value of a private loss as an ordinary tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
+
+
+def _excluded(clipped: Any) -> Tensor:
+    excluded: Tensor = clipped.excluded if isinstance(clipped, Clipped) else clipped[1]
+    return excluded
+
+
+def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGradientClipping:
+    """``function`` of the per-sample losses among ``operands``, as a private loss.
+
+    Raises:
+        ValueError: The losses have different reductions or loss scales, or the result is
+            not one loss a sample.
+    """
+    losses = [o for o in operands if _is_loss(o)]
+    first = losses[0]
+    for other in losses[1:]:
+        if other.loss_reduction != first.loss_reduction:
+            raise ValueError(
+                "Cannot combine losses with different reductions: "
+                f"{first.loss_reduction} vs {other.loss_reduction}"
+            )
+    _check_scales(function, operands, losses)
+    result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
+    if result.shape != first.loss_per_sample.shape:
+        raise ValueError(
+            "the loss of ghost clipping can be combined with numbers and with losses of the same "
+            f"batch; {tuple(first.loss_per_sample.shape)} losses became {tuple(result.shape)}"
+        )
+    combined: DPTensorFastGradientClipping = first._with(result)
+    combined.loss_scale = first.loss_scale
+    return combined
+
+
+def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:
+    """Refuse arithmetic after which the factor on the gradients is not the loss scale."""
+    scales = {None if o.loss_scale is None else float(o.loss_scale) for o in losses}
+    if scales == {None}:
+        return
+    linear = len(losses) == 1 and (_is_loss(operands[0]) or "div" not in function.__name__)
+    additive = function.__name__.strip("_") in ("add", "radd", "sub", "subtract", "rsub")
+    if len(scales) > 1 or "pow" in function.__name__ or not (linear or additive):
+        raise ValueError(
+            "this arithmetic on losses that a GradScaler has scaled would change their scale: "
+            "combine the losses first, then call scaler.scale(loss).backward()"
+        )
 
 
 class DPLossFastGradientClipping:

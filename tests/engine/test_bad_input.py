@@ -46,6 +46,15 @@ def assert_untouched(model: nn.Module) -> None:
         ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
         ({"grad_sample_mode": "gost"}, ValueError, "ghost_fsdp"),
         ({"clipping": "flatt"}, ValueError, "per_layer"),
+        ({"clipping": "adaptive"}, TypeError, "target_unclipped_quantile"),
+        *(
+            (
+                {"clipping": "per_layer", "max_grad_norm": [0.1] * 5, "grad_sample_mode": mode},
+                ValueError,
+                "each of the 4 trainable parameters, got 5",
+            )
+            for mode in ("hooks", "ghost", "ghost_bk")
+        ),
         ({"posson_sampling": False}, TypeError, "posson_sampling"),
         ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "process group"),
         (

@@ -71,17 +71,13 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
             self.initial_noise_multiplier,
         )
 
-    def backward(self, retain_graph: bool = False) -> None:
-        """Norms, then the new C, then the clipped sum with it.
+    def _norms_are_known(self, norms: Tensor) -> None:
+        """Move C; the same batch is then clipped with the new C.
 
         Raises:
             ValueError: The expected batch is too small for a private count.
         """
-        self._check_accumulation()
-        self.module.norm_pass(self.loss_per_sample)
-        self._move_clipping_norm(self.module.per_sample_gradient_norms)
-        self.module.sum_pass(self.loss_per_sample, self.module.clip(), retain_graph)
-        self.optimizer.note_clipped_batch()
+        self._move_clipping_norm(norms)
 
     def _move_clipping_norm(self, norms: Tensor) -> None:
         privacy, layout = self.optimizer._privacy, self.optimizer._layout

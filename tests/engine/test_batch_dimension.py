@@ -1,0 +1,238 @@
+"""Which dimension holds the samples: time-major models, and tables indexed by positions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests import oracle
+from tests.distributed_utils import run_distributed
+from tests.engine.test_modes_match_oracle import assert_close
+
+MODES = ["hooks", "functorch", "ghost", "ghost-deferred", "ghost_bk", "flash", "flash_bk"]
+B, T, CLIP = 4, 5, 0.3
+
+
+class TimeMajor(nn.Module):
+    """``[T, B]`` tokens; a convolution and a head that know no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.norm = nn.LayerNorm(6)
+        self.mix = nn.Linear(6, 8)
+        self.pooled_norm = nn.LayerNorm(8)
+        self.convolution = nn.Conv1d(2, 3, 3)
+        self.group_norm = nn.GroupNorm(1, 3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.mix(self.norm(self.tokens(ids))))
+        pooled = self.pooled_norm(x.mean(0))  # [B, 8]
+        maps = self.group_norm(self.convolution(pooled.view(-1, 2, 4)))  # [B, 3, 2]
+        return self.head(maps.flatten(1))
+
+
+def seeded(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def token_batch(rows: int = B, length: int = T, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 7, (rows, length), generator=generator)
+    return ids, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def want(model: nn.Module, inputs: Tensor, targets: Tensor, dim: int) -> list[Tensor]:
+    """Clipped sum, one sample at a time in float64; ``dim`` of the inputs is the batch."""
+
+    def loss(one: nn.Module, row: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(one(row[0].movedim(0, dim)), row[1])
+
+    gradients = oracle.per_sample_gradients(model, loss, (inputs, targets))
+    norms = oracle.norms(gradients)
+    assert (norms > CLIP).any()
+    return list(oracle.clipped_sum(gradients, CLIP).values())
+
+
+def private(model: nn.Module, mode: str, **kwargs: Any) -> tuple[Any, Any, Any]:
+    if mode.endswith("-deferred"):
+        kwargs["deferred_norm"] = True
+    data = TensorDataset(*token_batch())
+    out = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        data_loader=DataLoader(data, batch_size=B),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+        poisson_sampling=False,
+        loss_reduction="sum",
+        grad_sample_mode=mode.split("-")[0],
+        **kwargs,
+    )
+    return out[0], out[1], out[2] if len(out) == 4 else nn.CrossEntropyLoss(reduction="sum")
+
+
+def step(run: tuple[Any, Any, Any], inputs: Tensor, targets: Tensor) -> None:
+    run[1].zero_grad()
+    run[2](run[0](inputs), targets).backward()
+    run[1].step()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("rows", [B, 3, 8, 1, 6])  # also as many as features or channels
+@pytest.mark.parametrize("mode", MODES)
+def test_time_major_model_with_a_head(mode: str, rows: int) -> None:
+    ids, targets = token_batch(rows)
+    expected = want(seeded(TimeMajor), ids, targets, 1)
+    model = seeded(TimeMajor)
+    step(private(model, mode, batch_first=False), ids.T, targets)
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_time_major_model_taken_for_batch_first(mode: str) -> None:
+    ids, targets = token_batch()
+    model = seeded(TimeMajor)
+    with pytest.raises(ValueError, match="batch_first=False"):
+        step(private(model, mode), ids.T, targets)
+
+
+def time_major_rank(rank: int, _: int) -> list[Any]:
+    results = []
+    for deferred in ("0", "1"):
+        os.environ["OPACUS_USE_DEFERRED_NORM"] = deferred
+        model = FSDP2Wrapper(seeded(TimeMajor))
+        ids, targets = (t.split([3, B - 3])[rank] for t in token_batch())
+        step(private(model, "ghost_fsdp", batch_first=False), ids.T, targets)
+        full = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients(model)]
+        results.append(full)
+    return results
+
+
+def test_time_major_model_on_two_ranks() -> None:
+    expected = want(seeded(TimeMajor), *token_batch(), 1)
+    for rank in run_distributed(time_major_rank, 2):
+        for grads in rank:
+            assert_close(grads, expected)
+
+
+# --- tables whose indices have no row for each sample ---
+
+
+class PositionTable(nn.Module):
+    """A bias for each pair of positions, the same for all samples, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.positions = nn.Embedding(3, 1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        place = torch.arange(ids.shape[1])
+        distance = (place[:, None] - place[None]).abs().clamp(max=2)
+        weights = self.positions(distance).squeeze(-1).softmax(-1)  # [T, T]
+        return self.head((weights @ self.tokens(ids)).tanh().mean(1))
+
+
+class FlatPositionTable(PositionTable):
+    """Positions ``[T]``."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = self.positions(torch.arange(ids.shape[1]).clamp(max=2)).softmax(0)  # [T, 1]
+        return self.head((weights * self.tokens(ids)).tanh().mean(1))
+
+
+TABLES = [PositionTable, FlatPositionTable]
+
+
+@pytest.mark.parametrize("length", [B - 1, B, B + 1])
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_of_positions_is_refused(mode: str, kind: type[nn.Module], length: int) -> None:
+    """Whatever the batch size: with as many samples as positions the shapes would fit."""
+    ids, targets = token_batch(B, length)
+    model = seeded(kind)
+    names_it = (
+        r"positions' \(Embedding\)"
+        if mode not in ("hooks", "functorch") or length == B
+        else r"of shape \(3, 1\)"
+    )
+    with pytest.raises(ValueError, match=names_it):
+        step(private(model, mode), ids, targets)
+
+
+@pytest.mark.parametrize("length", [B, B + 1])
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_table_of_positions_is_fine(mode: str, kind: type[nn.Module], length: int) -> None:
+    ids, targets = token_batch(B, length)
+
+    def frozen() -> nn.Module:
+        model = seeded(kind)
+        model.positions.requires_grad_(False)
+        return model
+
+    expected = want(frozen(), ids, targets, 0)
+    model = frozen()
+    step(private(model, mode), ids, targets)
+    assert_close(gradients(model), expected)
+
+
+class ShiftedTokens(nn.Module):
+    """Tokens of a decoder, computed in the model: rows are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
+        return self.head(self.tokens(shifted).tanh().mean(1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_indices_computed_in_the_model(mode: str) -> None:
+    """Accepted once a batch of another size has shown that their rows are samples."""
+    square, other = token_batch(B, B), token_batch(B - 1, B)
+    model = seeded(ShiftedTokens)
+    run = private(model, mode)
+    with pytest.raises(ValueError, match=r"'tokens' \(Embedding\).*batch of another size"):
+        step(run, *square)
+    for ids, targets in (other, square):
+        step(run, ids, targets)
+        assert_close(gradients(model), want(seeded(ShiftedTokens), ids, targets, 0))
+
+
+def refusals_of_rank(rank: int, _: int) -> list[str]:
+    messages = []
+    for deferred in ("0", "1"):
+        os.environ["OPACUS_USE_DEFERRED_NORM"] = deferred
+        for length in (2, 3):
+            run = private(FSDP2Wrapper(seeded(PositionTable)), "ghost_fsdp")
+            try:
+                step(run, *token_batch(2, length, seed=rank))
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_a_table_of_positions_is_refused_on_two_ranks() -> None:
+    for messages in run_distributed(refusals_of_rank, 2):
+        assert len(messages) == 4
+        assert all("'positions' (Embedding)" in message for message in messages)
