@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from arguments import positive, probability, seed
 from models import SHAPES, local_folder
 from runtime import DEVICES, choose_device
 from text_data import SHIPPED, TASKS
@@ -67,24 +67,24 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compute norms after the backward pass; if not given, OPACUS_USE_DEFERRED_NORM says",
     )
-    add("--epsilon", type=_positive(float), default=8.0, help="privacy budget")
-    add("--delta", type=_probability, help="if not given, the smaller of 1e-5 and 1/N^1.1")
-    add("--max-grad-norm", type=_positive(float), default=1.0, help="clipping norm")
+    add("--epsilon", type=positive(float), default=8.0, help="privacy budget")
+    add("--delta", type=probability, help="if not given, the smaller of 1e-5 and 1/N^1.1")
+    add("--max-grad-norm", type=positive(float), default=1.0, help="clipping norm")
     add("--secure-mode", action="store_true", help="randomness of the operating system; slow")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=_positive(int), default=8, help="passes over the data")
-    add("--batch-size", type=_positive(int), default=1024, help="expected samples a step")
+    add("--epochs", type=positive(int), default=8, help="passes over the data")
+    add("--batch-size", type=positive(int), default=1024, help="expected samples a step")
     add(
         "--max-physical-batch-size",
-        type=_positive(int),
+        type=positive(int),
         default=256,
         help="samples that a process handles at once",
     )
-    add("--lr", type=_positive(float), default=3e-3, help="learning rate of AdamW")
-    add("--seed", type=_seed, help="repeats a run, for tests: who knows the seed knows the noise")
+    add("--lr", type=positive(float), default=3e-3, help="learning rate of AdamW")
+    add("--seed", type=seed, help="repeats a run, for tests: who knows the seed knows the noise")
     add(
         "--baseline",
         action=argparse.BooleanOptionalAction,
@@ -101,35 +101,10 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=DEVICES, default="auto", help="where to run")
 
 
-def _positive(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it in "invalid ... value"
-    return parse
-
-
-def _probability(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}; try 1e-5")
-    return value
-
-
 def _length(text: str) -> int:
     value = int(text)
     if value < 2:
         raise argparse.ArgumentTypeError(f"must be 2 or more, got {text}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be 0 or more and below 2^63, got {text}")
     return value
 
 
@@ -177,22 +152,6 @@ def choose_tokenizer(args: argparse.Namespace) -> str:
     if kind == "words" and args.task == "lm":
         raise ValueError("--tokenizer words: hashes are no text to be modelled; use bytes for lm")
     return kind
-
-
-def check_against_data(args: argparse.Namespace, rows: int) -> None:
-    """Fill in delta, and refuse options that do not fit ``rows`` training rows.
-
-    Raises:
-        ValueError: It names the option.
-    """
-    args.delta = args.delta or min(1e-5, rows**-1.1)
-    if args.delta >= 1 / rows:
-        raise ValueError(
-            f"--delta {args.delta} protects nobody among {rows} training rows; it must be well "
-            f"below 1/{rows}"
-        )
-    if args.batch_size > rows:
-        raise ValueError(f"--batch-size {args.batch_size}: there are {rows} training rows only")
 
 
 def shared_settings(args: argparse.Namespace, rows: int) -> dict[str, Any]:

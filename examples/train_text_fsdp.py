@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from arguments import check_against_data
 from models import SampleCrossEntropy, build_model, local_folder
 from options import (
-    check_against_data,
     check_options,
     check_resumed,
     choose_tokenizer,

@@ -1,0 +1,47 @@
+"""The digits on two processes, started as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+import ddp_digits as script
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*options: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "examples/ddp_digits.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_what_the_docstring_promises(mode):
+    out = torchrun("--seed", "0", "--device", "cpu", "--grad-sample-mode", mode)
+    assert out.count("at epsilon") == 1  # one process speaks
+    accuracy, epsilon = re.search(r"accuracy ([\d.]+)% at epsilon ([\d.]+)", out).groups()
+    assert float(accuracy) > 87
+    assert 2.9 < float(epsilon) <= 3.0
+
+
+def test_a_group_of_one():
+    outcome = script.main(["--epochs", "2", "--seed", "0"])
+    assert 2.5 < outcome.epsilon <= 3.0
+    assert outcome.accuracy > 0.2
