@@ -25,6 +25,7 @@ _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
 _NOISE = "noise_streams"
+_MECHANISM = "privacy_parameters"
 
 
 def save_training_state(
@@ -40,7 +41,8 @@ def save_training_state(
 ) -> None:
     """See :meth:`opacus.PrivacyEngine.save_checkpoint`; a collective call under FSDP2."""
     checkpoint = dict(extra or {})
-    taken = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _NOISE, *schedulers} & checkpoint.keys()
+    own_keys = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _NOISE, _MECHANISM, *schedulers}
+    taken = own_keys & checkpoint.keys()
     if taken:
         raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")
     inner = _inner(module)
@@ -48,6 +50,7 @@ def save_training_state(
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
         checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
+        checkpoint[_MECHANISM] = _privacy_parameters(optimizer)
         streams = _noise_streams(optimizer)
         if streams is not None:
             checkpoint[_NOISE] = streams
@@ -87,6 +90,8 @@ def load_training_state(
             )
         elif scheduler is not None:
             scheduler.load_state_dict(checkpoint[key])
+    if optimizer is not None:
+        _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
 
 
@@ -182,6 +187,35 @@ def _load_noise_streams(optimizer: DPOptimizer, streams: dict[str, Any] | None) 
     layout = optimizer._layout
     if isinstance(layout, Sharded) and streams and streams["world_size"] == layout.world_size:
         layout.streams.load_state_dict(streams["ranks"][layout.rank])
+
+
+# --- noise multiplier and clipping norm ---
+
+
+def _privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
+    return {
+        "noise_multiplier": optimizer.noise_multiplier,
+        "max_grad_norm": optimizer.max_grad_norm,
+    }
+
+
+def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
+    """What `make_private` was given holds, not the file; a difference is not kept silent.
+
+    The accountant records the noise multiplier of each step, so that epsilon is right anyhow.
+    """
+    for name, value in _privacy_parameters(optimizer).items():
+        if name in saved and not _close(saved[name], value):
+            warnings.warn(
+                f"the checkpoint was saved with {name} = {saved[name]}; the run goes on with "
+                f"{value}, which make_private was given",
+                stacklevel=4,
+            )
+
+
+def _close(a: Any, b: Any) -> bool:
+    first, second = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
 
 
 # --- files ---

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus.core.modes import Mode, mode_of
+from opacus.core.agreement import describe, together
+from opacus.core.modes import MODES, Mode, mode_of
+from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    deferred_from_environment,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import check_sharded
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.optimizers.utils import check_norm_count, params
 
 
 def check_arguments(
@@ -53,6 +64,8 @@ def check_arguments(
             "hooks off"
         )
     _check_parameters(module, optimizer)
+    if clipping == "per_layer":
+        check_norm_count(max_grad_norm, len(params(optimizer)))
     return mode
 
 
@@ -78,3 +91,41 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             "optimizer use their gradients, which get no noise",
             stacklevel=4,
         )
+
+
+@contextmanager
+def on_all_ranks(module: nn.Module, grad_sample_mode: str, **facts: Any) -> Iterator[None]:
+    """Run local checks; with a sharded model all ranks raise if one does, or if they disagree.
+
+    See :func:`~opacus.core.agreement.together`.
+
+    Args:
+        module: Must have the same parameters, values apart, on all ranks.
+        grad_sample_mode: Must be the same on all ranks.
+        facts: What else must.
+    """
+    mode = MODES.get(grad_sample_mode) if isinstance(grad_sample_mode, str) else None
+    sharded = is_fsdp(module) or (mode is not None and mode.parallelism == "fsdp")
+    ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if ask:
+        facts = {"the model": describe(module), "grad_sample_mode": grad_sample_mode, **facts}
+    with together(ask, facts):
+        yield
+
+
+def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None) -> None:
+    """Check that the mode is one for a model that is sharded as this one is.
+
+    Raises:
+        ValueError: FSDP2 and the mode do not fit, or an environment variable is wrong.
+    """
+    if mode.parallelism == "fsdp":
+        check_sharded(module, book_keeping=mode.strategy == "one_pass")
+    elif mode.samples != "user" and any(is_fsdp(m) for m in module.modules()):
+        modes = [name for name, known in MODES.items() if known.parallelism == "fsdp"]
+        raise ValueError(
+            f"the module is sharded by FSDP2, which grad_sample_mode must be made for: use one "
+            f"of {modes}"
+        )
+    if mode.needs_criterion and deferred_norm is None:
+        deferred_from_environment()

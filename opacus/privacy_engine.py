@@ -20,13 +20,18 @@ from opacus.core.modes import mode_of
 from opacus.core.sharded import is_fsdp
 from opacus.data_loader import DPDataLoader, matching_sample_rate, switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.engine_checks import check_arguments
+from opacus.engine_checks import check_arguments, check_parallelism, on_all_ranks
 from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from opacus.utils.sharding import shard_data_loader
+from opacus.utils.sharding import (
+    choose_data_layout,
+    follow_mesh,
+    repeat_data_loader,
+    shard_data_loader,
+)
 from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
@@ -80,9 +85,13 @@ class PrivacyEngine:
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
+        data_layout: str = "auto",
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
+
+        With a model sharded by FSDP2 all ranks must call this together; if one is refused, or
+        if they disagree on an argument, all raise.
 
         Args:
             module: Model in training mode, of whose parameters some are trainable. Wrap it
@@ -101,6 +110,10 @@ class PrivacyEngine:
             wrap_model: Return a wrapper (``True``), or the hooks object, which leaves the
                 model's class alone.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
+            data_layout: With FSDP2, whether ranks hold different samples (``"sharded"``, for
+                training) or the same ones (``"replicated"``, to compare with one process).
+                ``"auto"``: sharded; an ordinary loader is dealt out to the ranks. The batches
+                are checked against it.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -112,26 +125,49 @@ class PrivacyEngine:
             ValueError: An argument is out of range, or does not fit the others.
             UnsupportedModuleError: The model has layers that cannot be private.
         """
-        if noise_generator is not None and self.secure_mode:
-            raise ValueError(
-                "noise_generator makes noise predictable, which secure mode rules out; leave it out"
-            )
-        mode = check_arguments(
-            module=module,
-            optimizer=optimizer,
+        with on_all_ranks(
+            module,
+            grad_sample_mode,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
             clipping=clipping,
-            grad_sample_mode=grad_sample_mode,
-        )
-        self._check_dataset(data_loader)
-        self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+            data_layout=data_layout,
+            deferred_norm=kwargs.get("deferred_norm"),
+            further_arguments=sorted(kwargs),
+        ):
+            if noise_generator is not None and self.secure_mode:
+                raise ValueError(
+                    "noise_generator makes noise predictable, which secure mode rules out; leave "
+                    "it out"
+                )
+            mode = check_arguments(
+                module=module,
+                optimizer=optimizer,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                loss_reduction=loss_reduction,
+                clipping=clipping,
+                grad_sample_mode=grad_sample_mode,
+            )
+            check_parallelism(module, mode, kwargs.get("deferred_norm"))
+            data_layout = choose_data_layout(
+                data_layout,
+                data_loader,
+                mode=mode,
+                secure_mode=self.secure_mode,
+                counts_samples=bool(self._criterion_keywords),
+            )
+            self._check_dataset(data_loader)
+            self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
         distributed = is_fsdp(module) or isinstance(
             module, (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
         )
         generator = self.secure_rng if self.secure_mode else noise_generator
         model_kwargs = {k: kwargs.pop(k) for k in _MODEL_KEYWORDS & kwargs.keys()}
+        if mode.parallelism == "fsdp":
+            model_kwargs["data_layout"] = data_layout
         loss_kwargs = {k: kwargs.pop(k) for k in self._criterion_keywords & kwargs.keys()}
 
         private_module = self._prepare_model(
@@ -148,11 +184,16 @@ class PrivacyEngine:
                 private_module.forbid_grad_accumulation()
             private_loader = self._prepare_data_loader(
                 data_loader,
-                distributed=distributed,
+                distributed=distributed and data_layout == "sharded",
                 poisson_sampling=poisson_sampling,
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
             )
+            if data_layout == "replicated":
+                private_loader = repeat_data_loader(private_loader)
+            elif mode.parallelism == "fsdp":
+                ranks = private_module._ranks
+                follow_mesh(private_loader, ranks.index, ranks.count)
             rate = sample_rate_of(private_loader)
             private_optimizer = self._prepare_optimizer(
                 optimizer=optimizer,

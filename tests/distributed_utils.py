@@ -10,6 +10,9 @@
 Each process is spawned (not forked), runs on one thread with the global seed `SEED`, and has its
 default group initialised through a file, so that no port can collide. Results travel through
 `torch.save`: tensors, containers and picklable objects.
+
+A job of many cases calls `progress(case)` before each: then a hang is one case that takes longer
+than `STALL` seconds, however long all of them may take, and the error says which one it was.
 """
 
 from __future__ import annotations
@@ -31,8 +34,23 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 SEED = 0
+# Longest time from one call of `progress` to the next.
+STALL = 50.0
 # A rank that waits for a peer which has already failed gets this long before it is ended.
 GRACE_AFTER_FAILURE = 5.0
+
+
+# Of this process, if it is a rank: when it has to have ended, and where its stacks go.
+_RANK: dict[str, Any] = {}
+
+
+def progress(case: Any) -> None:
+    """Notes which case a rank has come to, and gives it `STALL` seconds; elsewhere does nothing."""
+    if not _RANK:
+        return
+    _RANK["case"].write_text(str(case))
+    time_left = max(0.1, min(STALL, _RANK["deadline"] - time.time()))
+    faulthandler.dump_traceback_later(time_left, file=_RANK["stacks"])
 
 
 class DistributedTestError(AssertionError):
@@ -72,7 +90,7 @@ def run_distributed(
             for process in processes:
                 process.start()
         try:
-            hung = _wait(processes, deadline)
+            hung = _wait(processes, deadline, Path(folder))
         finally:
             _end(processes)
         return _collect(processes, Path(folder), hung, timeout)
@@ -104,6 +122,7 @@ def _rank_main(
     with open(f"{folder}/stack{rank}", "w") as stacks:
         time_left = max(0.1, deadline - time.time())
         faulthandler.dump_traceback_later(time_left, file=stacks)
+        _RANK.update(deadline=deadline, stacks=stacks, case=Path(folder, f"case{rank}"))
         torch.set_num_threads(1)
         torch.manual_seed(SEED)
         if backend == "nccl":
@@ -140,16 +159,19 @@ def _write(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def _wait(processes: list[Any], deadline: float) -> bool:
+def _wait(processes: list[Any], deadline: float, folder: Path) -> bool:
     """Waits for all ranks; True if some were still running at the end of their time."""
     give_up = deadline + 1.0  # by then the stacks are on disk
-    failed = False
+    failed = stalled = False
     while any(process.is_alive() for process in processes):
         if time.time() > give_up:
             return not failed
         if not failed and any(process.exitcode not in (0, None) for process in processes):
             failed = True
             give_up = min(give_up, time.time() + GRACE_AFTER_FAILURE)
+        if not stalled and any(path.stat().st_size for path in folder.glob("stack*")):
+            stalled = True
+            give_up = min(give_up, time.time() + GRACE_AFTER_FAILURE)  # for the other ranks' stacks
         time.sleep(0.02)
     return False
 
@@ -181,6 +203,8 @@ def _complaint(rank: int, process: Any, folder: Path, hung: bool, timeout: float
     if process.exitcode == 0:
         return None
     if hung:
+        case = folder / f"case{rank}"
+        where = f" in {case.read_text()}" if case.exists() else ""
         dump = stack.read_text() if stack.exists() else "(it had not started)"
-        return f"hung for {timeout:g} s:\n{dump}"
+        return f"hung{where} for {min(timeout, STALL if where else timeout):g} s:\n{dump}"
     return f"died with exit code {process.exitcode}"

@@ -30,7 +30,7 @@ ALLOWED = {
     "lightning": {"data_loader"},
 }
 # Only the top imports the engine.
-ON_TOP = {"privacy_engine", "__init__", "utils/adaptive_clipping"}
+ON_TOP = {"privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptive_clipping"}
 
 
 def imports_of(path: Path) -> set[str]:

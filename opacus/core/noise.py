@@ -155,6 +155,11 @@ class ShardedNoise:
             self._numbers[key] = stream_of(tensor, self._meshes)
         return self._numbers[key]
 
+    def forget(self, base: int) -> None:
+        """Start new streams from another base seed, equal on all ranks."""
+        self._base = base
+        self._streams.clear()
+
     def _stream(self, index: int, device: torch.device) -> torch.Generator:
         key = (str(device), index)
         if key not in self._streams:

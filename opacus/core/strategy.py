@@ -1,6 +1,5 @@
-"""Strategies: what happens to the records of a backward pass.
+"""Ghost strategies: the clipped sum without all per-sample gradients at once.
 
-``Materialise`` keeps every per-sample gradient for the optimizer to clip.
 ``TwoPass`` (ghost clipping, arXiv:2110.05679, arXiv:2009.03106) finds the norms in
 a first backward and forms only the clipped sum in a second one. ``OnePass``
 (``one_pass.py``) keeps what the sum needs, so that there is no second one.
@@ -9,86 +8,19 @@ a first backward and forms only the clipped sum in a second one. ``OnePass``
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.clipping import rounded_down
-from opacus.core.norms import NormLedger, add_rows
+from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import is_processed
-from opacus.core.recorder import Generation, Record, Recorder
-from opacus.core.rules.base import pad_rows
-
-
-class Materialise:
-    """Writes ``[B, *shape]`` per-sample gradients to ``parameter.grad_sample``.
-
-    Records of one generation describe the same rows and are added; those of a
-    later one (gradient accumulation) turn ``grad_sample`` into a list.
-
-    Args:
-        loss_reduction: How the user's loss was reduced; with ``"mean"`` backprops
-            carry a factor 1/B, which is taken out.
-    """
-
-    def __init__(self, loss_reduction: str) -> None:
-        self.loss_reduction = loss_reduction
-        self.accumulation_allowed = True
-        self._last: dict[int, weakref.ref[Generation]] = {}
-
-    def receive(self, record: Record) -> None:
-        backprops = record.backprops
-        mean = self.loss_reduction == "mean"
-        # Times B, what a GradScaler has made just fit into fp16 may not fit any more.
-        late = mean and any(g.dtype == torch.float16 for g in tree_leaves(backprops))
-        if mean and not late:
-            backprops = _map(lambda g: g * record.rows, backprops)
-        grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
-        for name, grad in grads.items():
-            parameter = record.layer.module._parameters[name]
-            assert parameter is not None
-            grad = grad.to(parameter.dtype)
-            self._add(parameter, grad * record.rows if late else grad, record)
-
-    def _add(self, parameter: nn.Parameter, grad: Tensor, record: Record) -> None:
-        last = self._last.get(id(parameter))
-        same_rows = last is not None and last() is record.generation
-        known: Any = getattr(parameter, "grad_sample", None)
-        if known is not None and not same_rows and _was_cleared(parameter, known):
-            known = None
-        if known is None:
-            parameter.grad_sample = pad_rows(grad, record.rows)  # type: ignore[attr-defined]
-        elif same_rows and isinstance(known, list):
-            known[-1] = add_rows(known[-1], grad)
-        elif same_rows:
-            parameter.grad_sample = add_rows(known, grad)  # type: ignore[attr-defined]
-        else:
-            self._accumulate(parameter, known, pad_rows(grad, record.rows), record)
-        self._last[id(parameter)] = weakref.ref(record.generation)
-
-    def _accumulate(
-        self, parameter: nn.Parameter, known: Any, grad: Tensor, record: Record
-    ) -> None:
-        if not self.accumulation_allowed:
-            raise ValueError(
-                "Poisson sampling is not compatible with grad accumulation: layer "
-                f"'{record.spec.name}' already holds the per-sample gradients of an earlier "
-                "backward pass. Call optimizer.step() and optimizer.zero_grad() after every "
-                "forward/backward pass (with accelerate, set gradient_accumulation_steps=1), "
-                "or use BatchMemoryManager to simulate large batches"
-            )
-        earlier = known if isinstance(known, list) else [known]
-        parameter.grad_sample = [*earlier, grad]  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": {}}
+from opacus.core.recorder import Record, Recorder
 
 
 class Phase(enum.Enum):
@@ -302,22 +234,6 @@ def default_budget(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory // 20
-
-
-def _was_cleared(parameter: nn.Parameter, grad_sample: Any) -> bool:
-    """Whether a step has used ``grad_sample`` and ``grad`` has been cleared since.
-
-    ``model.zero_grad()`` of a model that is not wrapped cannot clear ``grad_sample``.
-    """
-    last = grad_sample[-1] if isinstance(grad_sample, list) else grad_sample
-    grad = parameter.grad
-    return is_processed(last) and not (grad is not None and is_processed(grad))
-
-
-def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
-    if isinstance(tensors, tuple):
-        return tuple(function(t) for t in tensors)
-    return function(tensors)
 
 
 def without_rows(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,3 +83,15 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def number_of_backward() -> int:
+    """A number of the backward pass that is running (a reentrant one has its own)."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if number is None else int(number())

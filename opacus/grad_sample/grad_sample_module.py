@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.attach import layers_of
+from opacus.core.materialise import Materialise
 from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.sharded import is_dtensor, is_fsdp
-from opacus.core.strategy import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule

@@ -176,7 +176,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
-        self._unreached.start(self._reached)
+        if not self.book_keeping:  # there FSDP2 reduces nothing
+            self._unreached.start(self._reached)
         super().sum_pass(losses, clipped, retain_graph)
 
     def _make_sink(self) -> GradientSink:

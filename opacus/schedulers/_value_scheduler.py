@@ -56,26 +56,47 @@ class ValueScheduler:
             )
         setattr(self.optimizer, self._attribute, value)
 
+    def _factor(self, epoch: int) -> float | None:
+        """Returns what the schedule multiplies the first value by up to `epoch`, if it is known."""
+        return None
+
+    def _resumed_value(self, factor: float | None, state: Mapping[str, Any]) -> float:
+        """Returns the optimizer's value at the loaded epoch; `factor` is that of the epoch before.
+
+        A schedule is relative to the value that `make_private` was given. A saved value counts
+        only where the factor is not known, as in users' schedules.
+        """
+        target = self._factor(self.last_epoch)
+        if target is None or factor is None:
+            return state.get(self._attribute, self._current())  # type: ignore[no-any-return]
+        return self._current() * (target / factor if factor else target)
+
     def _state_names(self) -> set[str]:
         return set(vars(self)) - {"optimizer", self._function_name}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain types, with the optimizer's current value.
+        """Returns the state as plain types; the optimizer and a user's function are not part of it.
 
-        The optimizer and a user's function are not part of it.
+        The optimizer's current value is, if the schedule cannot tell it from the epoch.
         """
         state = {name: getattr(self, name) for name in sorted(self._state_names())}
-        return {**state, self._attribute: self._current()}
+        if self._factor(self.last_epoch) is None:
+            state[self._attribute] = self._current()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a saved state, and the optimizer's value if the state has it.
+        """Restores a saved state and moves the optimizer's value on to where the schedule was.
+
+        The value starts from what the optimizer has: a run made private with another noise
+        multiplier keeps its own, multiplied by what the schedule had reached.
 
         Args:
-            state_dict: what `state_dict` returned. States of Opacus 1.6.0 load too: they lack the
-                optimizer's value, and a function in them is ignored in favour of this one's.
+            state_dict: what `state_dict` returned. States of Opacus 1.6.0 load too; a function in
+                them is ignored in favour of this one's.
 
         Raises:
-            ValueError: if a key is missing or unknown; nothing is changed then.
+            ValueError: if a key is missing or unknown, or the value would not be allowed; nothing
+                is changed then.
         """
         required = self._state_names()
         optional = {self._attribute, self._function_name}
@@ -85,10 +106,14 @@ class ValueScheduler:
                 f"this is not a state of {type(self).__name__}: keys missing {sorted(missing)}, "
                 f"unknown {sorted(unknown)}"
             )
-        if self._attribute in state_dict:
-            self._set(state_dict[self._attribute])
-        for name in required:
-            setattr(self, name, state_dict[name])
+        own = {name: getattr(self, name) for name in required}
+        factor = self._factor(self.last_epoch)
+        vars(self).update({name: state_dict[name] for name in required})
+        try:
+            self._set(self._resumed_value(factor, state_dict))
+        except Exception:
+            vars(self).update(own)
+            raise
 
 
 def check_gamma(gamma: float) -> float:
@@ -120,3 +145,11 @@ def step_factor(epoch: int, step_size: int, gamma: float) -> float:
 def exponential_factor(epoch: int, gamma: float) -> float:
     """Returns what an exponential schedule multiplies by on entering `epoch`."""
     return gamma if epoch > 0 else 1.0
+
+
+def power(gamma: float, exponent: int) -> float:
+    """Returns `gamma` multiplied `exponent` times, infinity if that is too large for a float."""
+    try:
+        return gamma ** max(exponent, 0)
+    except OverflowError:
+        return math.inf

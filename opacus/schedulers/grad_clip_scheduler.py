@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus.schedulers._value_scheduler import (
@@ -11,6 +11,7 @@ from opacus.schedulers._value_scheduler import (
     check_gamma,
     check_step_size,
     exponential_factor,
+    power,
     step_factor,
 )
 
@@ -47,6 +48,9 @@ class ExponentialGradClip(_GradClipScheduler):
     def get_max_grad_norm(self) -> float:
         return self._current() * exponential_factor(self.last_epoch, self.gamma)
 
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch)
+
 
 class LambdaGradClip(_GradClipScheduler):
     """Sets the clipping threshold to its first value times a function of the epoch.
@@ -69,6 +73,12 @@ class LambdaGradClip(_GradClipScheduler):
     def get_max_grad_norm(self) -> float:
         return self.base_max_grad_norm * self.scheduler_function(self.last_epoch)
 
+    def _factor(self, epoch: int) -> float:
+        return self.scheduler_function(epoch)
+
+    def _resumed_value(self, factor: float | None, state: Mapping[str, Any]) -> float:
+        return self._next_value()
+
 
 class StepGradClip(_GradClipScheduler):
     """Multiplies the clipping threshold by `gamma` every `step_size` epochs.
@@ -89,3 +99,6 @@ class StepGradClip(_GradClipScheduler):
 
     def get_max_grad_norm(self) -> float:
         return self._current() * step_factor(self.last_epoch, self.step_size, self.gamma)
+
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch // self.step_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus.schedulers._value_scheduler import (
@@ -11,6 +11,7 @@ from opacus.schedulers._value_scheduler import (
     check_gamma,
     check_step_size,
     exponential_factor,
+    power,
     step_factor,
 )
 
@@ -48,6 +49,9 @@ class ExponentialNoise(_NoiseScheduler):
     def get_noise_multiplier(self) -> float:
         return self._current() * exponential_factor(self.last_epoch, self.gamma)
 
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch)
+
 
 class LambdaNoise(_NoiseScheduler):
     """Sets the noise multiplier to its first value times a function of the epoch.
@@ -70,6 +74,12 @@ class LambdaNoise(_NoiseScheduler):
     def get_noise_multiplier(self) -> float:
         return self.base_noise_multiplier * self.noise_lambda(self.last_epoch)
 
+    def _factor(self, epoch: int) -> float:
+        return self.noise_lambda(epoch)
+
+    def _resumed_value(self, factor: float | None, state: Mapping[str, Any]) -> float:
+        return self._next_value()
+
 
 class StepNoise(_NoiseScheduler):
     """Multiplies the noise multiplier by `gamma` every `step_size` epochs.
@@ -90,3 +100,6 @@ class StepNoise(_NoiseScheduler):
 
     def get_noise_multiplier(self) -> float:
         return self._current() * step_factor(self.last_epoch, self.step_size, self.gamma)
+
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch // self.step_size)

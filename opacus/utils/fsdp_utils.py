@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from opacus.core.sharded import is_fsdp
+
 
 def has_params(module: nn.Module) -> bool:
     """Whether the module itself, without its children, owns parameters."""
@@ -53,13 +55,19 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
     if high:
         _shard_high_precision(model, high, block_kwargs)
     if leaves:
-        for layer in reversed([m for m in iterate_submodules(model) if m is not model]):
-            if not isinstance(layer, high):
-                fully_shard(layer, **block_kwargs)
+        _shard_each(
+            reversed([m for m in iterate_submodules(model) if m is not model]), block_kwargs
+        )
     if blocks:
-        for block in blocks_of(model):
-            fully_shard(block, **block_kwargs)
+        _shard_each(blocks_of(model), block_kwargs)
     return fully_shard(model, **kwargs)
+
+
+def _shard_each(modules: Iterable[nn.Module], kwargs: dict[str, Any]) -> None:
+    """Make units of the modules that are none yet: a block may be a high-precision layer, say."""
+    for module in modules:
+        if not is_fsdp(module):
+            fully_shard(module, **kwargs)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -104,6 +112,6 @@ def _shard_high_precision(
     exact = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=output
     )
-    for module in model.modules():
-        if isinstance(module, classes) and module is not model:
-            fully_shard(module, **{**kwargs, "mp_policy": exact})
+    # Inner ones first, as fully_shard demands.
+    chosen = [m for m in model.modules() if isinstance(m, classes) and m is not model]
+    _shard_each(reversed(chosen), {**kwargs, "mp_policy": exact})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -19,12 +20,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from opacus.data_loader import loader_settings, wrap_collate_with_empty
+from opacus.core.data_layout import check_data_layout
+from opacus.core.modes import Mode
+from opacus.data_loader import loader_settings, switch_generator, wrap_collate_with_empty
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    SystemGenerator,
+    UniformWithReplacementSampler,
+)
 
 logger = logging.getLogger(__name__)
 
 # Samplers whose order is known to be equal on all ranks once their generators are.
-_KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -70,10 +78,10 @@ def shard_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
         the number of ranks.
     """
     batch_sampler = data_loader.batch_sampler
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = _world_size()
     if ranks == 1 or not isinstance(batch_sampler, BatchSampler):
         return data_loader
-    if not isinstance(batch_sampler.sampler, _KNOWN_SAMPLERS):
+    if not isinstance(batch_sampler.sampler, KNOWN_SAMPLERS):
         return data_loader
     logger.warning(
         "The data loader has no distributed sampler; each of the %d ranks gets its own part of "
@@ -83,7 +91,7 @@ def shard_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     whole = copy.copy(batch_sampler)
     if hasattr(whole.sampler, "generator"):
         whole.sampler = copy.copy(whole.sampler)
-        whole.sampler.generator = _shared_generator(whole.sampler.generator)
+        whole.sampler.generator = shared_generator(whole.sampler.generator)
     settings = loader_settings(data_loader)
     settings["collate_fn"] = wrap_collate_with_empty(
         collate_fn=data_loader.collate_fn, dataset=data_loader.dataset
@@ -92,11 +100,120 @@ def shard_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(data_loader.dataset, batch_sampler=sampler, **settings)
 
 
-def _shared_generator(generator: torch.Generator | None) -> torch.Generator:
+def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Makes every rank draw the same batches, in the random order of rank 0.
+
+    Must be called on all ranks. A loader with a sampler of another kind is returned as it is.
+
+    Args:
+        data_loader: loader of batches; with a Poisson sampler (of ours) that one is changed.
+    """
+    batch_sampler: Any = data_loader.batch_sampler
+    if isinstance(batch_sampler, UniformWithReplacementSampler):
+        batch_sampler.generator = shared_generator(batch_sampler.generator)
+        return data_loader
+    sampler = getattr(batch_sampler, "sampler", None)
+    if not isinstance(sampler, KNOWN_SAMPLERS) or not hasattr(sampler, "generator"):
+        return data_loader
+    generator = shared_generator(sampler.generator)
+    return switch_generator(data_loader=data_loader, generator=generator)
+
+
+def follow_mesh(data_loader: DataLoader[Any], rank: int, num_replicas: int) -> None:
+    """Makes a loader of ours deal to the ranks of the data axes, if these are not all ranks.
+
+    Ranks along a tensor-parallel axis then draw the same samples. Must be called on all ranks.
+
+    Args:
+        data_loader: its sampler is changed.
+        rank: place of this rank along the data axes.
+        num_replicas: their number of ranks.
+
+    Raises:
+        ValueError: if the sampler draws what ranks cannot share (`secure_mode`).
+    """
+    sampler: Any = data_loader.batch_sampler
+    if num_replicas == dist.get_world_size():
+        return
+    if isinstance(sampler, DistributedUniformWithReplacementSampler):
+        if isinstance(sampler.generator, SystemGenerator):
+            raise ValueError(
+                "secure_mode=True cannot draw the same samples on the ranks of a tensor-parallel "
+                "axis"
+            )
+        sampler.generator = shared_generator(sampler.generator)
+        sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
+    elif not isinstance(sampler, ShardedBatchSampler):
+        return
+    sampler.rank, sampler.num_replicas = rank, num_replicas
+
+
+def shared_generator(generator: torch.Generator | None) -> torch.Generator:
     """A generator in the same state on all ranks, seeded from rank 0's `generator`."""
     seed = torch.randint(2**62, (1,), generator=generator).to(communication_device())
     dist.broadcast(seed, src=0)
     return torch.Generator().manual_seed(int(seed))
+
+
+def choose_data_layout(
+    data_layout: str,
+    data_loader: DataLoader[Any],
+    *,
+    mode: Mode,
+    secure_mode: bool,
+    counts_samples: bool = False,
+) -> str:
+    """What ``data_layout`` means for this loader: ``"sharded"`` or ``"replicated"``.
+
+    ``"auto"`` is sharded: a loader whose sampler knows nothing of ranks is dealt out to them.
+    What ranks are fed is compared in the first batch.
+
+    Args:
+        data_layout: as given to `make_private`.
+        data_loader: as given to `make_private`.
+        mode: the grad sample mode.
+        secure_mode: whether random numbers come from the operating system.
+        counts_samples: whether a statistic of the samples is summed over ranks besides gradients.
+
+    Raises:
+        ValueError: The layout is unknown, contradicts the sampler, or is not possible.
+    """
+    check_data_layout(data_layout)
+    if mode.parallelism != "fsdp" and data_layout != "auto":
+        raise ValueError(
+            f"data_layout={data_layout!r} is for models sharded by FSDP2; leave it out with this "
+            "grad_sample_mode"
+        )
+    if mode.parallelism != "fsdp" or _world_size() == 1:
+        return "sharded"
+    batch_sampler = data_loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", batch_sampler)
+    deals = isinstance(batch_sampler, _DEALING) or isinstance(sampler, _DEALING)
+    if data_layout == "replicated" and deals:
+        raise ValueError(
+            "data_layout='replicated', but the loader's sampler gives each rank its own samples "
+            f"({type(sampler).__name__}): use an ordinary sampler, or data_layout='sharded'"
+        )
+    if data_layout == "replicated" and counts_samples:
+        raise ValueError(
+            "data_layout='replicated' would count each sample once a rank in the private quantile "
+            "that moves the clipping norm: use data_layout='sharded'"
+        )
+    if data_layout == "replicated" and secure_mode:
+        raise ValueError(
+            "data_layout='replicated' needs the same random numbers on all ranks, which "
+            "secure_mode=True rules out"
+        )
+    return "replicated" if data_layout == "replicated" else "sharded"
+
+
+# Samplers that give each rank its own samples.
+_DEALING = (DistributedSampler, DistributedUniformWithReplacementSampler, ShardedBatchSampler)
+
+
+def _world_size() -> int:
+    ready = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if ready else 1
 
 
 def communication_device() -> torch.device:

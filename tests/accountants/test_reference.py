@@ -1,15 +1,11 @@
-"""Agreement with other libraries: a table of their values, and Opacus itself if it is there.
+"""Agreement with a table of other libraries' values, which `reference.py` made.
 
-Set OPACUS_REFERENCE to a folder that holds Opacus 1.6.0 (`pip install --target`) to run the tests
-that start it in a process of its own. `reference.py` made the table.
+`tests/reference` runs Opacus itself.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +20,6 @@ CASES = [dict(zip(TABLE["columns"], row, strict=True)) for row in TABLE["rows"]]
 QUICK = [case for case in CASES if case["rdp"] < 60.0 and case["steps"] < 20_000]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .* Renyi order")
-needs_opacus = pytest.mark.skipif(
-    "OPACUS_REFERENCE" not in os.environ, reason="OPACUS_REFERENCE is not set"
-)
 
 
 def book(mechanism: str, case: dict[str, Any]) -> IAccountant:
@@ -78,53 +71,3 @@ def test_prv_against_large_values() -> None:
         if case["pld"] is not None and case["pld"] < 100.0:
             check_against_pld(case)
         assert book("prv", case).get_epsilon(case["delta"]) <= case["rdp"] * (1 + 1e-9)
-
-
-def run_opacus(code_or_file: list[str], stdin: str) -> Any:
-    place = os.environ["OPACUS_REFERENCE"]
-    done = subprocess.run(
-        [sys.executable, *code_or_file],
-        input=stdin,
-        env={**os.environ, "PYTHONPATH": place},
-        cwd=place,  # `python -c` looks for modules here first
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
-@needs_opacus
-def test_opacus_itself() -> None:
-    """Settings that are not in the table."""
-    settings = [(0.9, 0.02, 700, 2e-6), (1.7, 0.25, 40, 1e-4), (3.3, 0.004, 9000, 3e-7)]
-    names = TABLE["columns"][:4]
-    cases = [dict(zip(names, setting, strict=True)) for setting in settings]
-    script = str(FOLDER / "reference.py")
-    for case in run_opacus([script, "opacus"], json.dumps(cases)):
-        check_against_opacus("rdp", case)
-        check_against_opacus("prv", case)
-
-
-EXCHANGE = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from opacus.accountants import create_accountant
-state = json.load(sys.stdin)
-state["history"] = [tuple(entry) for entry in state["history"]]
-accountant = create_accountant(state["mechanism"])
-accountant.load_state_dict(state)
-accountant.step(noise_multiplier=2.0, sample_rate=0.1)
-json.dump(accountant.state_dict(), sys.stdout)
-"""
-
-
-@needs_opacus
-@pytest.mark.filterwarnings("ignore:The GDP accountant")
-@pytest.mark.parametrize("mechanism", ["rdp", "prv", "gdp"])
-def test_state_goes_to_opacus_and_back(mechanism: str) -> None:
-    accountant = create_accountant(mechanism)
-    accountant.history = [(2.0, 0.1, 3)]
-    returned = run_opacus(["-c", EXCHANGE], json.dumps(accountant.state_dict()))
-    accountant.load_state_dict(returned)
-    assert accountant.history == [(2.0, 0.1, 4)]

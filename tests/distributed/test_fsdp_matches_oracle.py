@@ -172,7 +172,9 @@ def cases_of(world_size: int) -> list[Case]:
     cases = [Case("language", "fsdp", m, s, d) for m in modes for s in splits for d in both]
     flash = ("flash_fsdp", "flash_fsdp_bk")
     cases += [
-        Case("language", "fsdp", m, SPLITS[world_size]["uneven"], d) for m in flash for d in both
+        Case("language", "fsdp", m, next(reversed(SPLITS[world_size].values())), d)
+        for m in flash
+        for d in both
     ]
     if world_size != 2:
         return cases

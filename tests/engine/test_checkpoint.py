@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.schedulers import StepNoise
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
 
@@ -41,9 +42,10 @@ def private(mode: str, module: nn.Module, seed: int = 5) -> tuple[PrivacyEngine,
     return engine, out[0], out[1], out[2] if len(out) == 4 else nn.CrossEntropyLoss()
 
 
-def steps(run: tuple[PrivacyEngine, Any, Any, Any], number: int) -> None:
+def steps(run: tuple[PrivacyEngine, Any, Any, Any], number: int, first: int = 0) -> None:
+    """So many steps on eight samples, ``first`` and those after it."""
     _, module, optimizer, loss_fn = run
-    inputs, targets = data()[:8]
+    inputs, targets = data()[first : first + 8]
     for _ in range(number):
         optimizer.zero_grad()
         loss_fn(module(inputs), targets).backward()
@@ -87,18 +89,18 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 def save_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], bytes]:
     run = private("ghost_fsdp", FSDP2Wrapper(model()))
-    steps(run, 2)
+    steps(run, 2, 8 * rank)
     run[0].save_checkpoint(path=f"{folder}/run.pt", module=run[1], optimizer=run[2])
     buffer = io.BytesIO()
     run[0].save_checkpoint(path=buffer, module=run[1], optimizer=run[2])
-    steps(run, 2)
+    steps(run, 2, 8 * rank)
     return [p.full_tensor() for p in run[1].parameters()], buffer.getvalue()
 
 
 def resume_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], int]:
     run = private("ghost_fsdp", FSDP2Wrapper(model(8 - 4)), seed=99)
     run[0].load_checkpoint(path=f"{folder}/run.pt", module=run[1], optimizer=run[2])
-    steps(run, 2)
+    steps(run, 2, 8 * rank)
     return [p.full_tensor() for p in run[1].parameters()], len(run[0].accountant)
 
 
@@ -119,3 +121,31 @@ def test_sharded_run_resumes_to_the_same_end_and_loads_elsewhere(tmp_path: Path)
         for a, b in zip(plain[1].parameters(), again[1].parameters(), strict=True):
             torch.testing.assert_close(a, b)
     assert plain[0].get_epsilon(1e-5) > 0
+
+
+def test_a_changed_mechanism_is_said(tmp_path: Path) -> None:
+    """The engine's arguments hold, not the file; schedules go on from them."""
+    first = private("hooks", model())
+    noise = StepNoise(first[2], step_size=1, gamma=0.5)
+    noise.step()
+    first[0].save_checkpoint(
+        path=tmp_path / "run.pt", module=first[1], optimizer=first[2], noise_scheduler=noise
+    )
+
+    def resume(**changed: float) -> Any:
+        run = private("hooks", model())
+        for name, value in changed.items():
+            setattr(run[2], name, value)
+        run[0].load_checkpoint(
+            path=tmp_path / "run.pt",
+            module=run[1],
+            optimizer=run[2],
+            noise_scheduler=StepNoise(run[2], step_size=1, gamma=0.7),
+        )
+        return run[2]
+
+    assert resume().noise_multiplier == 0.5  # no warning
+    with pytest.warns(UserWarning, match=r"noise_multiplier = 0\.5.*goes on with 2\.0"):
+        assert resume(noise_multiplier=4.0).noise_multiplier == 2.0
+    with pytest.warns(UserWarning, match=r"max_grad_norm = 0\.5.*goes on with 0\.25"):
+        assert resume(max_grad_norm=0.25).max_grad_norm == 0.25

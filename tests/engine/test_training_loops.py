@@ -61,6 +61,17 @@ def test_gradients_never_cleared() -> None:
     assert_close(gradients(run, "never", run[0]._module), [w / B for w in want])
 
 
+def test_gradients_of_physical_batches_never_cleared() -> None:
+    """Also before the first real step: a physical batch is cleared like any other."""
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    model, optimizer, loss_fn = private("mlp", "hooks", 0.5)
+    with pytest.raises(ValueError, match="zero_grad"):
+        for _ in range(2):
+            optimizer.signal_skip_step(do_skip=True)
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "functorch"])
 def test_a_copy_is_alive(mode: str, how: str) -> None:

@@ -89,16 +89,17 @@ def test_resumed_schedule_goes_on(
 def test_state_of_opacus(
     scheduler: Make, arguments: dict[str, Any], attribute: str, factors: list[float]
 ) -> None:
-    """Opacus 1.6.0 saves functions, and does not save the optimizer's value."""
+    """Opacus 1.6.0 saves functions too."""
     target = optimizer()
     schedule = scheduler(target, **arguments)
     saved = {**schedule.state_dict(), "last_epoch": 3}
-    del saved[attribute]
     for name, value in arguments.items():
         saved.setdefault(name, value)
     schedule.load_state_dict(saved)
     assert schedule.last_epoch == 3
-    assert getattr(target, attribute) == getattr(optimizer(), attribute)
+    assert getattr(target, attribute) == pytest.approx(factors[3] * getattr(optimizer(), attribute))
+    schedule.load_state_dict({**saved, "last_epoch": 1})  # and back
+    assert getattr(target, attribute) == pytest.approx(factors[1] * getattr(optimizer(), attribute))
 
 
 @schedulers
@@ -109,7 +110,9 @@ def test_bad_state_changes_nothing(
     schedule = scheduler(target, **arguments)
     before, value = schedule.state_dict(), getattr(target, attribute)
     missing = {name: before[name] for name in before if name != "last_epoch"}
-    for state in (missing, {**before, "spice": 1}, {**before, "last_epoch": 7, attribute: -1.0}):
+    forbidden = {**before, "last_epoch": 5000}
+    forbidden.update({name: math.inf for name in ("gamma", f"base_{attribute}") if name in before})
+    for state in (missing, {**before, "spice": 1}, forbidden):
         with pytest.raises(ValueError, match=r"last_epoch|spice|finite"):
             schedule.load_state_dict(state)
         assert schedule.state_dict() == before
@@ -159,6 +162,34 @@ def test_noise_may_reach_zero_but_the_threshold_may_not() -> None:
     assert target.max_grad_norm == 1.5
 
 
+@pytest.mark.parametrize("scheduler", [StepNoise, StepGradClip])
+def test_a_resumed_schedule_keeps_the_value_the_run_was_given(scheduler: Make) -> None:
+    """A file cannot turn the noise off: schedules multiply."""
+    first, second = optimizer(), optimizer()
+    first.noise_multiplier, first.max_grad_norm = 0.0, 0.5
+    schedule = scheduler(first, step_size=1, gamma=0.5)
+    schedule.step()
+    resumed = scheduler(second, step_size=1, gamma=3.0)
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.state_dict() == schedule.state_dict()
+    attribute = scheduler._attribute
+    assert getattr(second, attribute) == 0.5 * getattr(optimizer(), attribute)
+
+
+def test_two_schedules_of_one_optimizer_resume() -> None:
+    def both(target: Any) -> list[Any]:
+        return [StepNoise(target, step_size=2, gamma=0.5), ExponentialNoise(target, gamma=0.9)]
+
+    first, second = optimizer(), optimizer()
+    schedules = both(first)
+    for schedule in schedules * 3:
+        schedule.step()
+    for schedule, resumed in zip(schedules, both(second), strict=True):
+        resumed.load_state_dict(schedule.state_dict())
+    assert second.noise_multiplier == pytest.approx(first.noise_multiplier)
+    assert first.noise_multiplier == pytest.approx(2.0 * 0.5 * 0.9**3)
+
+
 @pytest.mark.parametrize(
     "base, method",
     [(_NoiseScheduler, "get_noise_multiplier"), (_GradClipScheduler, "get_max_grad_norm")],
@@ -172,3 +203,7 @@ def test_own_schedule(base: type[Any], method: str) -> None:
     assert schedule.last_epoch == 5
     schedule.step()
     assert 9.0 in (target.noise_multiplier, target.max_grad_norm)
+    resumed_target = optimizer()
+    resumed = own(resumed_target)
+    resumed.load_state_dict(schedule.state_dict())  # its value is saved, for want of a factor
+    assert vars(resumed_target) == vars(target)

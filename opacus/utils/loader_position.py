@@ -1,0 +1,231 @@
+"""Where training stands in the batches of a data loader, and how it goes on from there.
+
+A loader may have drawn batches that have not been trained on yet, so its own position says little.
+The position is counted in batches that steps were taken with. To go on, the sampler's pass is
+replayed from the state of its generators at the start of the pass, without loading data, and the
+batches that were used are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.sharding import ShardedBatchSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    SystemGenerator,
+    UniformWithReplacementSampler,
+)
+
+# Their batches are those of all ranks together, whatever the number of ranks.
+_WHOLE = (UniformWithReplacementSampler, ShardedBatchSampler)
+_POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+
+
+@dataclass
+class _Resumption:
+    """How the next pass starts.
+
+    Attributes:
+        used: batches to leave out.
+        start: state of the generators that the pass started with; `None` draws a new pass.
+        settle: sets the random state that training goes on with.
+    """
+
+    used: int
+    start: dict[str, Any] | None
+    settle: Callable[[], None]
+
+
+class LoaderPosition:
+    """Follows the passes over a loader, which can then start in the middle.
+
+    The loader's batch sampler gets a class derived from its own, in place, as FSDP2 does with
+    modules: the loader, and `BatchMemoryManager`'s loaders over it, use it like before.
+
+    Args:
+        data_loader: loader of (logical) batches. If it samples from the global generator of torch
+            by Poisson sampling, it gets a generator of its own, seeded from that one, so that a
+            pass can be replayed.
+        noise: generator of the noise, if it has one.
+
+    Attributes:
+        epoch: number of the pass under way, or of the next one if none is.
+        used: batches of it that steps were taken with.
+        under_way: whether a pass has been started and not been ended.
+
+    Raises:
+        ValueError: the loader does not draw batches of indices.
+    """
+
+    def __init__(self, data_loader: DataLoader[Any], noise: torch.Generator | None) -> None:
+        sampler: Any = data_loader.batch_sampler
+        if sampler is None:
+            raise ValueError(
+                "data_loader must draw batches of indices: its data set must not be iterable, and "
+                "its batch_size must not be None"
+            )
+        self.epoch, self.used, self.under_way = 0, 0, False
+        self._start: dict[str, Any] | None = None
+        self._next: _Resumption | None = None
+        is_split = isinstance(sampler, BatchSplittingSampler)
+        self._sampler: Any = sampler.sampler if is_split else sampler
+        if isinstance(self._sampler, UniformWithReplacementSampler):
+            _give_own_generator(self._sampler, noise)
+        self._loader_generator = data_loader.generator
+        self._noise = noise
+        _make_resumable(self._sampler, self)
+
+    # --- generators ---
+
+    @property
+    def sources(self) -> list[torch.Generator]:
+        """Generators that the sampler draws from."""
+        inner = getattr(self._sampler, "batch_sampler", None)
+        owners = (self._sampler, getattr(self._sampler, "sampler", None), inner)
+        owners = (*owners, getattr(inner, "sampler", None))
+        found: list[torch.Generator] = []
+        for owner in owners:
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator) and not any(generator is f for f in found):
+                found.append(generator)
+        return found
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators that the loader and its sampler draw from."""
+        own, sources = self._loader_generator, self.sources
+        if own is None or any(own is source for source in sources):
+            return sources
+        return [*sources, own]
+
+    @property
+    def settled_by_replay(self) -> list[torch.Generator]:
+        """Generators that are right once a pass has been replayed up to the position."""
+        return [source for source in self.sources if source is not self._noise]
+
+    # --- what training reports ---
+
+    def count(self, batches: int) -> None:
+        """A step was taken with so many batches."""
+        self.used += batches
+
+    def end_epoch(self) -> None:
+        """The pass under way is over."""
+        self.epoch, self.used, self.under_way = self.epoch + 1, 0, False
+
+    # --- state ---
+
+    def state(self) -> dict[str, Any]:
+        """The position, as plain types and tensors."""
+        return {
+            "epoch": self.epoch,
+            "used": self.used,
+            "under_way": self.under_way,
+            "start": self._start if self.under_way else None,
+            "sampler": _name(self._sampler),
+        }
+
+    def resume(self, state: dict[str, Any], same_ranks: bool, settle: Callable[[], None]) -> bool:
+        """Make the next pass the rest of the one that `state` was taken in.
+
+        On another number of ranks the rest is drawn anew if each rank draws its own part of the
+        batches (Poisson sampling; what has been drawn says nothing about what will be), and
+        continued if all ranks draw the same batches.
+
+        Args:
+            state: what :meth:`state` returned.
+            same_ranks: the number of ranks is that of the saved run.
+            settle: sets the random state that training goes on with, after the replay.
+
+        Returns:
+            Whether each sample's chance to be in the rest is as it was meant; `False` where a
+            pass without repetition starts over in a new order.
+        """
+        self.epoch, self.used, self.under_way = state["epoch"], state["used"], False
+        self._start, self._next = None, None
+        if not state["under_way"]:
+            return True
+        known = state["sampler"] == _name(self._sampler)
+        whole = isinstance(self._sampler, _WHOLE)
+        replay = known and (same_ranks or whole) and self._can_replay(state["start"])
+        self._next = _Resumption(state["used"], state["start"] if replay else None, settle)
+        return replay or isinstance(self._sampler, _POISSON)
+
+    def _can_replay(self, start: dict[str, Any] | None) -> bool:
+        sources = self.sources
+        system = any(isinstance(source, SystemGenerator) for source in sources)
+        return start is not None and not system and len(start["sources"]) == len(sources)
+
+    # --- a pass ---
+
+    def run(self, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of one pass of the sampler, the rest of one when resuming."""
+        if self.under_way:
+            self.end_epoch()  # the one before, of which nobody said that it had ended
+        resumption, self._next = self._next, None
+        self.under_way = True
+        self.used = 0 if resumption is None else resumption.used
+        if resumption is None or resumption.start is None:
+            self._start = self._generator_states(first=self.used)
+            yield from self._from(self.used, batches())
+            return
+        self._start = resumption.start
+        torch.set_rng_state(resumption.start["torch"])
+        for source, saved in zip(self.sources, resumption.start["sources"], strict=True):
+            source.set_state(saved)
+        first = resumption.start["first"]
+        rest = self._from(first, batches())
+        for _ in itertools.islice(rest, self.used - first):
+            pass
+        resumption.settle()
+        yield from rest
+
+    def _from(self, first: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """As many batches as are left of an epoch once `first` of them have been used."""
+        batches = iter(batches)
+        return itertools.islice(batches, max(0, len(self._sampler) - first)) if first else batches
+
+    def _generator_states(self, first: int) -> dict[str, Any]:
+        """State before a pass is drawn whose first batch is number `first` of the epoch."""
+        return {
+            "first": first,
+            "torch": torch.get_rng_state(),
+            "sources": [source.get_state() for source in self.sources],
+        }
+
+
+def _make_resumable(sampler: Any, position: LoaderPosition) -> None:
+    """From now on the passes of `sampler` are run by `position`."""
+    own = type(sampler)
+    if not hasattr(own, "_makes_resumable"):
+
+        def run_by_position(self: Any) -> Iterator[Any]:
+            return self._position.run(lambda: own.__iter__(self))  # type: ignore[no-any-return]
+
+        body = {"__iter__": run_by_position, "__module__": own.__module__, "_makes_resumable": own}
+        sampler.__class__ = type(own.__name__, (own,), body)
+    sampler._position = position
+
+
+def _name(sampler: Any) -> str:
+    return type(sampler).__qualname__
+
+
+def _give_own_generator(
+    sampler: UniformWithReplacementSampler, noise: torch.Generator | None
+) -> None:
+    """So that the coins of a pass do not lie between other draws from the same stream."""
+    source = sampler.generator
+    if source is not None and source is not noise:
+        return
+    device = None if source is None else source.device
+    seed = int(torch.randint(2**62, (), generator=source, device=device))
+    sampler.generator = torch.Generator().manual_seed(seed)
