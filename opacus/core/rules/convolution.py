@@ -168,26 +168,30 @@ def _unfolded(
     """
     batch, uses, channels, *positions = backprops.shape
     kernel, groups = spec.options["kernel"], spec.options["groups"]
-    tokens = uses * math.prod(positions)
-    step = max(1, CHUNK_ELEMENTS // max(1, tokens * x.shape[2] * math.prod(kernel)))
+    inputs, places = x.shape[2] * math.prod(kernel), math.prod(positions)
+    step = max(1, CHUNK_ELEMENTS // max(1, uses * places * inputs))
     for start in range(0, batch, step):
         rows = slice(start, min(start + step, batch))
-        g = backprops[rows].reshape(-1, uses, groups, channels // groups, tokens // uses)
-        g = g.permute(0, 2, 1, 4, 3).reshape(-1, groups, tokens, channels // groups)
-        yield rows, _patches(spec, x[rows]), g
+        columns = _columns(spec, _pad(spec, x[rows].flatten(0, 1)))
+        patches = _by_group(columns.view(-1, uses, groups, inputs // groups, places))
+        g = backprops[rows].reshape(-1, uses, groups, channels // groups, places)
+        yield rows, patches, _by_group(g)
 
 
-def _patches(spec: LayerSpec, x: Tensor) -> Tensor:
-    """``[B, U, d, ...] -> [B, G, U L, (d/G) K]``: what each output position sees."""
-    options = spec.options
-    kernel, dims, groups = options["kernel"], len(options["kernel"]), options["groups"]
-    batch, uses, channels = x.shape[:3]
-    x = _pad(spec, x.flatten(0, 1))
-    for dim in range(dims):
-        span = options["dilation"][dim] * (kernel[dim] - 1) + 1
-        x = x.unfold(2 + dim, span, options["stride"][dim])[..., :: options["dilation"][dim]]
-    tokens = math.prod(x.shape[2 : 2 + dims])
-    width = channels // groups
-    x = x.reshape(batch, uses, groups, width, tokens, math.prod(kernel))
-    x = x.permute(0, 2, 1, 4, 3, 5)  # [B, G, U, L, d/G, K]
-    return x.reshape(batch, groups, uses * tokens, width * math.prod(kernel))
+def _by_group(tensor: Tensor) -> Tensor:
+    """``[B, U, G, width, L] -> [B, G, U L, width]``, a view if there is one use."""
+    if tensor.shape[1] == 1:
+        return tensor[:, 0].transpose(2, 3)
+    return tensor.permute(0, 2, 1, 4, 3).flatten(2, 3)
+
+
+def _columns(spec: LayerSpec, x: Tensor) -> Tensor:
+    """``[N, d, ...] -> [N, d K, L]``: what each output position of a padded input sees."""
+    options, batch = spec.options, x.shape[0]
+    kernel, stride, dilation = options["kernel"], options["stride"], options["dilation"]
+    for dim in range(x.dim() - 2):
+        span = dilation[dim] * (kernel[dim] - 1) + 1
+        x = x.unfold(2 + dim, span, stride[dim])[..., :: dilation[dim]]
+    spatial = (x.dim() - 2) // 2
+    x = x.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
+    return x.reshape(batch, -1, math.prod(x.shape[2 + spatial :]))

@@ -45,7 +45,8 @@ class LinearRule(LayerRule):
             return None
         pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
         weights = [i for i, (spec, _, _) in enumerate(uses) if "weight" in spec.params]
-        products = self.kernels.grouped([pairs[i] for i in weights])
+        with layers(spec.name for spec, _, _ in uses):
+            products = self.kernels.grouped([pairs[i] for i in weights])
         norms: list[dict[str, Tensor]] = [{} for _ in uses]
         for place, value in zip(weights, products, strict=True):
             norms[place]["weight"] = value
