@@ -13,6 +13,7 @@ EXTRAS = {
     "hf": ["transformers>=4.50", "tokenizers"],
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
+    "examples": ["babel", "scikit-learn"],
 }
 EXTRAS["dev"] = [
     "accelerate",
@@ -26,11 +27,11 @@ EXTRAS["dev"] = [
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
-    "scikit-learn",
     "sphinx",
     *EXTRAS["hf"],
     *EXTRAS["profile"],
     *EXTRAS["lightning"],
+    *EXTRAS["examples"],
 ]
 
 setup(

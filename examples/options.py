@@ -15,6 +15,8 @@ from runtime import DEVICES, choose_device
 from text_data import SHIPPED, TASKS
 from tokenizer import KINDS
 
+from opacus.utils.checkpoint_folder import MANIFEST, latest_checkpoint
+
 MODES = ("ghost_fsdp", "ghost", "hooks")
 
 # What a resumed run must share with the one that it goes on with.
@@ -96,8 +98,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("files and device").add_argument
     add("--logdir", help="folder for TensorBoard")
-    add("--checkpoint", help="file to save to after each epoch")
-    add("--resume", help="checkpoint to go on from")
+    add("--checkpoint", help="folder to save to after each epoch; it keeps the last two")
+    add("--checkpoint-every", type=positive(int), metavar="STEPS", help="save within epochs too")
+    add(
+        "--resume",
+        help="folder of checkpoints, or one of them, to go on from; if it is the folder of "
+        "--checkpoint and empty, start",
+    )
     add("--device", choices=DEVICES, default="auto", help="where to run")
 
 
@@ -128,14 +135,23 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
-    if args.resume and not os.path.isfile(args.resume):
-        raise ValueError(f"--resume {args.resume}: there is no such file")
     if args.checkpoint and not os.access(Path(args.checkpoint).absolute().parent, os.W_OK):
         raise ValueError(f"--checkpoint {args.checkpoint}: its folder is missing or read-only")
-    if args.checkpoint and os.path.isdir(args.checkpoint):
-        raise ValueError(f"--checkpoint {args.checkpoint}: a folder, but a file is needed")
+    if args.checkpoint and os.path.isfile(args.checkpoint):
+        raise ValueError(f"--checkpoint {args.checkpoint}: a file, but a folder is needed")
+    if args.checkpoint_every and not args.checkpoint:
+        raise ValueError("--checkpoint-every: needs --checkpoint, a folder to save to")
+    if args.resume and newest(args.resume) is None:
+        if not args.checkpoint or Path(args.checkpoint) != Path(args.resume):
+            raise ValueError(f"--resume {args.resume}: there is no complete checkpoint")
+        args.resume = None  # the first start of a run that is restarted with the same options
     if args.logdir and os.path.exists(args.logdir) and not os.path.isdir(args.logdir):
         raise ValueError(f"--logdir {args.logdir}: not a folder")
+
+
+def newest(path: str) -> Path | None:
+    """The newest checkpoint of a folder, or ``path`` itself if it is one; ``None`` if neither."""
+    return latest_checkpoint(path) or (Path(path) if Path(path, MANIFEST).is_file() else None)
 
 
 def choose_tokenizer(args: argparse.Namespace) -> str:

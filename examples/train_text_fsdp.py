@@ -17,10 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from options import (
     check_options,
     check_resumed,
     choose_tokenizer,
+    newest,
     parse_arguments,
     shared_settings,
 )
@@ -51,6 +51,7 @@ from training import (
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.distributed_checkpoint import Checkpointer, read_extra
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 
 
@@ -67,13 +68,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Private:
-    """What ``make_private`` gives, and the engine that counts."""
+    """What ``make_private`` gives, the engine that counts, and what saves them, if anything."""
 
     engine: PrivacyEngine
     model: Any
     optimizer: Any
     criterion: Any
     loader: DataLoader[Any]
+    checkpoints: Checkpointer | None = None
 
 
 # --- preparation: nothing is written, and what can be refused is ---
@@ -161,27 +163,31 @@ def settings_in(path: str) -> dict[str, Any]:
         ValueError: It is not a checkpoint of this script.
     """
     try:
-        return torch.load(path, map_location="cpu", mmap=True)["text_example"]["settings"]
-    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"--resume {path}: not a checkpoint of this script") from error
+        return read_extra(path)["settings"]
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"--resume {path}: not a checkpoint of this script; {error}") from error
 
 
-def resume(args: argparse.Namespace, private: Private) -> int:
-    """Load the checkpoint; the number of epochs that it has behind it."""
-    if args.resume is None:
-        return 0
-    saved = private.engine.load_checkpoint(
-        path=args.resume, module=private.model, optimizer=private.optimizer
+def with_checkpoints(args: argparse.Namespace, private: Private) -> tuple[Private, int]:
+    """Be able to save, and go on where ``--resume`` says; the number of epochs behind it."""
+    if args.checkpoint is None and args.resume is None:
+        return private, 0
+    checkpoints = Checkpointer(
+        args.checkpoint or args.resume,
+        engine=private.engine,
+        module=private.model,
+        optimizer=private.optimizer,
+        data_loader=private.loader,
     )
-    return int(saved["text_example"]["finished_epochs"])
+    private = replace(private, checkpoints=checkpoints)
+    if args.resume is None:
+        return private, 0
+    return private, checkpoints.load(newest(args.resume)).epoch
 
 
-def seed_epoch(seed: int, epoch: int) -> None:
-    """Seed sampling and noise, so that a resumed run draws what an uninterrupted one would.
-
-    No two epochs may have the same draws, nor runs whose seeds differ by one.
-    """
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+def seed_run(seed: int) -> None:
+    """Seed sampling and noise. Runs whose seeds differ by one have unrelated draws."""
+    digest = hashlib.sha256(str(seed).encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
@@ -195,13 +201,18 @@ def train(
     *,
     runtime: Runtime,
     reporter: Reporter,
-    seed: int,
     finished: int,
 ) -> None:
     """The epochs that are left, with a line and a checkpoint after each."""
     epsilon = partial(private.engine.get_epsilon, args.delta)
+    extra = {"settings": own_settings(args, problem)}
+    checkpoints = private.checkpoints if args.checkpoint else None
+
+    def after_step() -> None:
+        if checkpoints is not None and args.checkpoint_every is not None:
+            checkpoints.save_every(args.checkpoint_every, extra)
+
     for epoch in range(finished + 1, args.epochs + 1):
-        seed_epoch(seed, epoch)
         meter = private_epoch(
             private.model,
             private.optimizer,
@@ -211,6 +222,7 @@ def train(
             reporter=reporter,
             physical_batch=args.max_physical_batch_size,
             epsilon=epsilon,
+            after_step=after_step,
             title=f"epoch {epoch}/{args.epochs}",
         )
         loss, speed = meter.totals(runtime)
@@ -220,18 +232,8 @@ def train(
             f"epsilon {epsilon():.2f}  {speed:,.0f} tokens/s"
         )
         reporter.curves(epoch, loss=loss, test=score, epsilon=epsilon(), tokens_per_second=speed)
-        if args.checkpoint:
-            private.engine.save_checkpoint(
-                path=args.checkpoint,
-                module=private.model,
-                optimizer=private.optimizer,
-                checkpoint_dict={
-                    "text_example": {
-                        "finished_epochs": epoch,
-                        "settings": own_settings(args, problem),
-                    }
-                },
-            )
+        if checkpoints is not None:
+            checkpoints.save(epoch_ended=True, extra=extra)
 
 
 def test_score(
@@ -303,8 +305,7 @@ def run(
     )
     if args.tokenizer == "bpe":
         reporter.say("warning: the vocabulary of --tokenizer bpe is learned without privacy")
-    seed = runtime.shared_seed(args.seed)
-    train(args, problem, private, runtime=runtime, reporter=reporter, seed=seed, finished=finished)
+    train(args, problem, private, runtime=runtime, reporter=reporter, finished=finished)
     report(args, problem, private, runtime=runtime, reporter=reporter)
     reporter.close()
 
@@ -328,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with running(args.device) as runtime:
         with refusing():
             private = make_private(args, problem, runtime, model)
-            finished = resume(args, private)
+            seed_run(runtime.shared_seed(args.seed))
+            private, finished = with_checkpoints(args, private)
         run(args, problem, private, runtime, finished)
 
 

@@ -77,6 +77,9 @@ class Checkpointer:
                 checkpoints.save_every(100)
             checkpoints.save(epoch_ended=True)
 
+    Load last: what draws random numbers between ``load()`` and the training loop, and not in an
+    uninterrupted run, makes the two differ.
+
     Guarantee: a run that is killed at any moment, also while it saves, and resumed on as many
     ranks goes on as if it had not been: same batches, noise, dropout and epsilon. Resumed on
     another number of ranks it has the same accountant, and new noise and coin tosses that repeat

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from opacus.core.agreement import describe, together
 from opacus.core.modes import MODES, Mode, mode_of
+from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -129,3 +130,4 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
         )
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
+    variables_set()

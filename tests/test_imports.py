@@ -28,6 +28,7 @@ ALLOWED = {
     "checkpoint": {"core", "grad_sample", "optimizers"},
     "engine_checks": {"core", "grad_sample", "optimizers"},
     "lightning": {"data_loader"},
+    "scale": {"core"},
 }
 # Only the top imports the engine.
 ON_TOP = {"privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptive_clipping"}

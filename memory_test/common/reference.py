@@ -25,16 +25,19 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def measure_with(folder: Path, arguments: list[str], runtime: Runtime) -> dict[str, Any]:
+def measure_with(
+    folder: Path, arguments: list[str], runtime: Runtime, script: Path = SCRIPT
+) -> dict[str, Any]:
     """Measure with the ``opacus`` in ``folder``; a collective call.
 
-    A process of its own beside each rank runs ``single_experiment.py``; they form a process
-    group of their own.
+    A process of its own beside each rank runs ``script``; they form a process group of their
+    own.
 
     Args:
         folder: Folder that is put on ``PYTHONPATH``.
-        arguments: Of ``single_experiment.py``.
+        arguments: Of the script.
         runtime: This process.
+        script: Takes ``--output`` and imports ``opacus`` as ``PYTHONPATH`` says.
 
     Returns:
         The result, on rank 0; nothing elsewhere, or if it failed, which is said.
@@ -52,7 +55,7 @@ def measure_with(folder: Path, arguments: list[str], runtime: Runtime) -> dict[s
         "WORLD_SIZE": str(runtime.world_size),
         STORE_VARIABLE: f"{place[0]}/store",
     }
-    command = [sys.executable, str(SCRIPT), *arguments, "--output", str(output)]
+    command = [sys.executable, str(script), *arguments, "--output", str(output)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     runtime.barrier()
     if not runtime.is_main:

@@ -11,7 +11,8 @@ layout              samples on ranks   gradient sum          noise
 
 Per-sample norms are complete on the rank that holds the sample in the first three:
 they are never summed over ranks, whose samples are different people. Under tensor
-parallelism the rule of a split layer sums its parts.
+parallelism the rule of a split layer sums its parts. ``Sharded`` with the same samples on
+all ranks (``replicated.py``) sums the layers that each rank has measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.noise import ShardedNoise, gaussian
+from opacus.core.profiling import REDUCTION, timed
 from opacus.core.sharded import is_dtensor, is_fsdp
 
 
@@ -40,10 +42,21 @@ class Single:
         """Noise of standard deviation ``std`` for one gradient, or None where none is due."""
         return gaussian(std, reference, self.generator, self.secure_mode)
 
-    def noised(self, std: float, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Each sum with the noise that is due to it here; the sums may be overwritten."""
-        draws = (self.noise(std, total) for total in sums)
-        return [t.clone() if n is None else t + n for t, n in zip(sums, draws, strict=True)]
+    def noised(self, std: float, sums: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
+        """Each sum with the noise that is due to it here, in the dtype of the sum.
+
+        Args:
+            std: Standard deviation of the noise.
+            sums: Sums of clipped gradients.
+            in_place: Overwrite them, which saves the memory of another gradient.
+        """
+        return [self._with_noise(std, total, in_place) for total in sums]
+
+    def _with_noise(self, std: float, total: Tensor, in_place: bool) -> Tensor:
+        noise = self.noise(std, total)
+        if noise is None:
+            return total if in_place else total.clone()
+        return total.add_(noise) if in_place else (total + noise).to(total.dtype)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the noised gradients over ranks, where that has not been done."""
@@ -67,6 +80,7 @@ class DataParallel(Single):
     def draws_shared_noise(self) -> bool:
         return self.rank == 0
 
+    @timed(REDUCTION)
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
@@ -93,9 +107,10 @@ class Sharded(Single):
             )
         return self.streams.draw(std, reference)
 
-    def noised(self, std: float, sums: Sequence[Tensor]) -> list[Tensor]:
-        if self.secure_mode or not all(is_dtensor(total) for total in sums):
-            return super().noised(std, sums)
+    def noised(self, std: float, sums: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
+        plain = not all(is_dtensor(total) for total in sums)
+        if self.secure_mode or plain or not in_place:
+            return super().noised(std, sums, in_place)
         # On the local shards: an operation on a DTensor costs more time than this noise.
         shards: list[Any] = list(sums)
         self.streams.add_to_shards(std, shards)
@@ -128,20 +143,3 @@ def sum_gradients(model: nn.Module) -> None:
         if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """All ranks' ``[B_r]`` vectors in rank order; ranks may hold different numbers.
-
-    Two collectives on every rank, whatever the sizes, empty ones included.
-    """
-    world = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(world)]
-    own = torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device)
-    dist.all_gather(counts, own, group=group)
-    sizes = [int(c) for c in counts]
-    padded = values.new_zeros(max(max(sizes), 1))
-    padded[: values.shape[0]] = values
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares, sums_of_squares
 from opacus.core.planner import Planner
+from opacus.core.profiling import each_layer
 from opacus.core.recorder import Layer, Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
@@ -127,6 +128,7 @@ class NormLedger:
 
     # --- how one group is computed ---
 
+    @each_layer
     def _settle(self, records: Sequence[Record]) -> None:
         """Norms of layers that stand alone; with a planner, also what is kept of each."""
         if self.planner is not None:
@@ -138,6 +140,7 @@ class NormLedger:
         if records:
             self._compute(records)
 
+    @each_layer
     def _form(self, record: Record) -> None:
         """Form a layer's per-sample gradients once and keep them for the clipped sum.
 
@@ -192,6 +195,7 @@ class NormLedger:
             for name, value in norm_sq.items():
                 self._add(record.layer, name, value[index * rows : (index + 1) * rows])
 
+    @each_layer
     def _compute_uses(self, records: Sequence[Record]) -> None:
         """Several uses of one layer: the norm of the sum of their gradients."""
         layer, spec = records[0].layer, records[0].spec
@@ -204,6 +208,7 @@ class NormLedger:
         for name, value in layer.rule.norm_sq(spec, *joined).items():
             self._add(layer, name, value)
 
+    @each_layer
     def _compute_shared(self, records: Sequence[Record]) -> None:
         """Parameters with several layers or uses: sum the per-sample gradients first."""
         if self.planner is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.scaled_rows import scaled_rows
 from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.planner import Planner, free_memory
+from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
 from opacus.core.recorder import Record, Recorder
 from opacus.core.strategy import Ghost
 
@@ -151,6 +152,7 @@ class OnePass(Ghost):
         self.planner.start(free_memory(losses.device) if budget is None else budget)
         super().norm_pass(losses, retain_graph)
 
+    @timed(WEIGHTED_SUM)
     def sum_pass(
         self,
         losses: Tensor,
@@ -217,6 +219,7 @@ class _KeptSums:
             first = first + more
         return first
 
+    @each_layer
     def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
         factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
         rows, backprops = record.batch, record.backprops

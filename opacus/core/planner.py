@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +86,7 @@ class Planner:
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
             what = min(choice.bytes, key=choice.bytes.__getitem__)
         self.held_bytes += choice.bytes[what]
-        self.choices[choice.layer] = choice
+        self.choices[choice.layer] = replace(choice, what=what)
         return what == "store"
 
     def _choice(self, record: Record) -> Choice:

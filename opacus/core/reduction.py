@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.weighted_sum import can_batch, weighted_sums
 from opacus.core.one_pass import BUCKET_ELEMENTS, Terms
+from opacus.core.profiling import REDUCTION, each_layer, timed
 from opacus.core.sharded import is_dtensor
 from opacus.core.torch_internals import as_sharded
 
@@ -140,7 +141,7 @@ class ShardedSink:
             shards, terms = self._shards_of(name), waiting.pop(name)
             even = shards.dim == 0 and shards.elements == self.parameters[name].numel()
             stored = terms.stored
-            alone = stored is not None and not terms.later and even
+            alone = stored is not None and len(stored) > 0 and not terms.later and even
             if alone and can_batch(stored, terms.factors):  # type: ignore[arg-type]
                 batched.append((terms, start, shards.size))
             else:
@@ -155,6 +156,8 @@ class ShardedSink:
                 [size for _, _, size in batched],
             )
 
+    @timed(REDUCTION)
+    @each_layer
     def _land(self, bucket: _Bucket) -> None:
         bucket.work.wait()
         bucket.whole = bucket.work = None

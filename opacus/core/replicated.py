@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from opacus.core.profiling import ALL_REDUCE, STACK, part
 from opacus.core.ranks import ModelRanks
 from opacus.core.recorder import Layer
 
@@ -56,10 +57,12 @@ class LayerShares:
         One all-reduce for each axis of the mesh.
         """
         parts = torch.zeros(len(self.names), batch, dtype=self.dtype, device=self.ranks.device)
-        for row, name in zip(parts, self.names, strict=True):
-            if name in norm_sq and name in self.owned:
-                row.copy_(norm_sq[name])
-        self.ranks.add(parts)
+        with part(STACK):
+            for row, name in zip(parts, self.names, strict=True):
+                if name in norm_sq and name in self.owned:
+                    row.copy_(norm_sq[name])
+        with part(ALL_REDUCE):
+            self.ranks.add(parts)
         return dict(zip(self.names, parts.to(device), strict=True))
 
 

@@ -20,6 +20,7 @@ from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import is_processed
+from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.recorder import Record, Recorder
 
 
@@ -79,6 +80,7 @@ class Ghost:
             assert self.ledger is not None
             self.ledger.add(record)
 
+    @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
 
@@ -159,6 +161,7 @@ class TwoPass(Ghost):
         else:
             super().receive(record)
 
+    @timed(SECOND_BACKWARD)
     def sum_pass(
         self,
         losses: Tensor,
@@ -178,6 +181,7 @@ class TwoPass(Ghost):
         finally:
             self._factors = self._excluded = self.ledger = None
 
+    @each_layer
     def _add_gradient(self, record: Record) -> None:
         layer = record.layer
         if self.ledger is not None and record.spec.name in self.ledger.formed_layers:

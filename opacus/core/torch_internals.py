@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,12 @@ from opacus.core.sharded import is_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+# Holds the flag `_is_profiler_enabled`. It is read at every layer, so not by a function call; if
+# this version of torch keeps it elsewhere, there are no profiler ranges without a variable.
+profiler_state: Any = torch.autograd.profiler
+if not hasattr(profiler_state, "_is_profiler_enabled"):
+    profiler_state = SimpleNamespace(_is_profiler_enabled=False)
 
 
 def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:

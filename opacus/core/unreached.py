@@ -7,7 +7,8 @@ call another size on each rank: it would hang, or add up the wrong numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -31,15 +32,18 @@ class Unreached:
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self._units = units_of(model)
+        self._owners = {owner for layer in layers for owner in layer.owners.values()}
         self._waiting: dict[int, list[tuple[Layer, str]]] = {}
 
-    def start(self, reached: Collection[str]) -> None:
+    def start(self, reached: AbstractSet[str]) -> None:
         """Before the sum pass.
 
         Args:
             reached: Names of the parameters that the norm pass has seen.
         """
         self._waiting = {}
+        if self._owners <= reached:
+            return
         for layer in self._layers:
             for local in layer.trainable_now().params:
                 if layer.owners[local] not in reached:

@@ -13,6 +13,15 @@ from opacus.core.clipping import Clipped, clip_each, clip_flat
 from opacus.core.kernels.suite import kernels_named
 from opacus.core.norms import NormLedger, total_norms
 from opacus.core.one_pass import GradientSink, LocalSink, OnePass
+from opacus.core.profiling import (
+    CLIP_FACTORS,
+    FINAL_COMPUTE,
+    LOCAL_COMPUTE,
+    PARALLEL_NORMS,
+    PROFILE,
+    part,
+    timed,
+)
 from opacus.core.recorder import Generation, Layer, Record
 from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
@@ -198,6 +207,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 parameter: Any = record.layer.module._parameters[local]
                 parameter._norm_sample = known[owner].sqrt()
 
+    @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:
         """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
 
@@ -214,13 +224,17 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 "the backward() of the loss that the criterion from make_private returns"
             )
         with self._recorder.paused(), torch.no_grad():
-            norm_sq = ledger.finish()
+            if PROFILE.on and self._use_deferred_norm:
+                PROFILE.deferred_norms({record.spec.name for record in ledger.waiting})
+            with part(LOCAL_COMPUTE):
+                norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
             device = next(self._module.parameters()).device
-            self._per_sample_gradient_norms = total_norms(norm_sq, ledger.batch, device)
-            self._norm_sq = norm_sq
-            self._publish(norm_sq)
+            with part(FINAL_COMPUTE):
+                self._per_sample_gradient_norms = total_norms(norm_sq, ledger.batch, device)
+                self._norm_sq = norm_sq
+                self._publish(norm_sq)
         return self.per_sample_gradient_norms
 
     @property
@@ -244,6 +258,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         ledger = self._strategy.ledger
         return ledger.waiting if ledger is not None else []
 
+    @timed(CLIP_FACTORS)
     def clip(self) -> Clipped | tuple[dict[str, Tensor], Tensor]:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms

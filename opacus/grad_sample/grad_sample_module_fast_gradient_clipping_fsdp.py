@@ -13,6 +13,7 @@ from opacus.core.fingerprint import DataCheck
 from opacus.core.layout import sum_gradients
 from opacus.core.norms import total_norms
 from opacus.core.one_pass import GradientSink
+from opacus.core.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.ranks import ranks_of
 from opacus.core.recorder import Layer, Record
 from opacus.core.reduction import ShardedSink
@@ -154,6 +155,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         if phase is Phase.SUM:
             self._unreached.fill(layer)
 
+    @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:
         """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
 
@@ -170,8 +172,10 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             return norms
         with torch.no_grad():
             self._norm_sq = self._shares.whole(self._norm_sq, len(norms), norms.device)
-            self._per_sample_gradient_norms = total_norms(self._norm_sq, len(norms), norms.device)
-            self._publish(self._norm_sq)
+            with part(FINAL_COMPUTE):
+                batch, device = len(norms), norms.device
+                self._per_sample_gradient_norms = total_norms(self._norm_sq, batch, device)
+                self._publish(self._norm_sq)
         return self.per_sample_gradient_norms
 
     def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:

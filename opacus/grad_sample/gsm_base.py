@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from opacus.core.profiling import PROFILE
+
 # Attributes that appear on parameters while a model is private; all of them are gone
 # after cleanup().
 OPACUS_PARAM_MONKEYPATCH_ATTRS = [
@@ -34,6 +36,7 @@ class AbstractGradSampleHooks(ABC):
             raise ValueError(
                 f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
             )
+        PROFILE.configure()
         super().__init__()
         self._module = m
         self.batch_first = batch_first

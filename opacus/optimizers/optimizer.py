@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from opacus.core.clipping import Clipped, clip_flat
 from opacus.core.kernels.reference import sums_of_squares
-from opacus.core.layout import Single, divide
+from opacus.core.layout import Sharded, Single, divide
 from opacus.core.loss_scale import ScaledStep, scaled_step
 from opacus.core.noise import gaussian
 from opacus.core.processed import is_processed, mark_processed
+from opacus.core.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
 from opacus.core.state import PrivacyParams
 from opacus.optimizers.utils import check_rows, params, weighted_sums
 
@@ -92,6 +93,8 @@ class DPOptimizer(Optimizer):
     _layout_class: ClassVar[type[Single]] = Single
     # GradScaler then calls step() after an overflow too, and says what it scaled by.
     _step_supports_amp_scaling: ClassVar[bool] = True
+    # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
+    _overwrites_sums: ClassVar[bool] = False
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -316,6 +319,7 @@ class DPOptimizer(Optimizer):
                 )
         return used
 
+    @timed(CLIP_AND_SUM)
     def clip_and_accumulate(self) -> None:
         """Clip the per-sample gradients and add their sum to ``p.summed_grad``."""
         used = self._used_parameters()
@@ -359,6 +363,7 @@ class DPOptimizer(Optimizer):
 
     # --- noise and step ---
 
+    @timed(NOISE)
     def add_noise(self) -> None:
         """Write ``p.summed_grad`` plus noise to ``p.grad``.
 
@@ -371,7 +376,7 @@ class DPOptimizer(Optimizer):
             sums.append(torch.zeros_like(parameter) if summed is None else summed)
         _check_processed_flag(sums)
         with torch.no_grad():
-            noised = self._layout.noised(self._privacy.noise_std, sums)
+            noised = self._layout.noised(self._privacy.noise_std, sums, self._overwrites_sums)
         for parameter, grad in zip(parameters, noised, strict=True):
             same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
             parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
@@ -453,12 +458,18 @@ class DPOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        if PROFILE.on and not self._is_last_step_skipped:
+            PROFILE.report(sharded=isinstance(self._layout, Sharded))
+        return loss
+
+    @timed(STEP)
+    def _step(self) -> None:
         if self.pre_step():
             self.original_optimizer.step()
         for parameter in self.params:  # also after a physical batch: zero_grad is due
             if parameter.grad is not None:
                 mark_processed(parameter.grad)
-        return loss
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear ``p.grad``, ``p.grad_sample`` and, after a real step, ``p.summed_grad``.

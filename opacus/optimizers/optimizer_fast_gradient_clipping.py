@@ -19,6 +19,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     Arguments are those of :class:`DPOptimizer`.
     """
 
+    _overwrites_sums = True
+
     def _set_up(self) -> None:
         super()._set_up()
         if self._privacy.max_grad_norms is not None:

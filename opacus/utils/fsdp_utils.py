@@ -52,19 +52,18 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
     reshard = kwargs.pop("reshard_after_forward", None)
     _refuse_unknown(kwargs)
     block_kwargs = dict(kwargs) if reshard is None else {**kwargs, "reshard_after_forward": reshard}
-    if high:
-        _shard_high_precision(model, high, block_kwargs)
+    done = _shard_high_precision(model, high, block_kwargs) if high else set()
     if leaves:
-        _shard_each(
-            reversed([m for m in iterate_submodules(model) if m is not model]), block_kwargs
-        )
+        layers = [m for m in iterate_submodules(model) if m is not model]
+        _shard_each([m for m in reversed(layers) if m not in done], block_kwargs)
     if blocks:
-        _shard_each(blocks_of(model), block_kwargs)
-    return fully_shard(model, **kwargs)
+        _shard_each([m for m in blocks_of(model) if m not in done], block_kwargs)
+    fully_shard(model, **kwargs)
+    return model
 
 
 def _shard_each(modules: Iterable[nn.Module], kwargs: dict[str, Any]) -> None:
-    """Make units of the modules that are none yet: a block may be a high-precision layer, say."""
+    """Make units of the modules that are none yet: a block may be a single layer."""
     for module in modules:
         if not is_fsdp(module):
             fully_shard(module, **kwargs)
@@ -106,12 +105,16 @@ def _refuse_unknown(kwargs: Iterable[str]) -> None:
 
 def _shard_high_precision(
     model: nn.Module, classes: tuple[type[nn.Module], ...], kwargs: dict[str, Any]
-) -> None:
+) -> set[nn.Module]:
+    """Make units of the layers of ``classes``; returns them and all that is inside them."""
     policy: MixedPrecisionPolicy | None = kwargs.get("mp_policy")
     output = policy.param_dtype if policy is not None else None
     exact = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=output
     )
-    # Inner ones first, as fully_shard demands.
-    chosen = [m for m in model.modules() if isinstance(m, classes) and m is not model]
-    _shard_each(reversed(chosen), {**kwargs, "mp_policy": exact})
+    done: set[nn.Module] = set()
+    for module in model.modules():  # outer ones first: what is inside belongs to them
+        if isinstance(module, classes) and module is not model and module not in done:
+            fully_shard(module, **{**kwargs, "mp_policy": exact})
+            done.update(module.modules())
+    return done

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.random_state import set_torch_state, torch_state
 from opacus.utils.sharding import ShardedBatchSampler
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -178,7 +179,7 @@ class LoaderPosition:
             yield from self._from(self.used, batches())
             return
         self._start = resumption.start
-        torch.set_rng_state(resumption.start["torch"])
+        set_torch_state(resumption.start["torch"])
         for source, saved in zip(self.sources, resumption.start["sources"], strict=True):
             source.set_state(saved)
         first = resumption.start["first"]
@@ -197,7 +198,7 @@ class LoaderPosition:
         """State before a pass is drawn whose first batch is number `first` of the epoch."""
         return {
             "first": first,
-            "torch": torch.get_rng_state(),
+            "torch": torch_state(),
             "sources": [source.get_state() for source in self.sources],
         }
 

@@ -59,11 +59,9 @@ class RandomState:
 
     def state(self) -> State:
         """The state, as types that `torch.load(weights_only=True)` reads."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         name, keys, *rest = np.random.get_state()  # type: ignore[misc]
         return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if cuda else None,
+            "torch": torch_state(),
             "numpy": [str(name), keys.tolist(), *rest],
             "python": random.getstate(),
             "noise": None if self.noise is None else self.noise.get_state(),
@@ -77,9 +75,7 @@ class RandomState:
             state: what :meth:`state` returned.
             natural: generators to leave as they are.
         """
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        set_torch_state(state["torch"])
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         random.setstate(_as_tuples(state["python"]))
@@ -106,6 +102,19 @@ class RandomState:
             self.noise.manual_seed(secret.seed("noise", index))
         for number, generator in enumerate(self.sampling):
             generator.manual_seed(secret.seed("sampling", number))
+
+
+def torch_state() -> list[Tensor]:
+    """The global generators of torch: of the CPU and, if it is in use, of this GPU."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+
+
+def set_torch_state(state: Sequence[Tensor]) -> None:
+    """Go on where :func:`torch_state` looked."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[1])
 
 
 def fits(saved: dict[str, Tensor]) -> bool:

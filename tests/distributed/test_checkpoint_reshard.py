@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from opacus.core import noise as noise_module
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint, read_extra
 from opacus.schedulers import StepNoise
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import DistributedTestError, run_distributed
@@ -48,6 +50,7 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.physical = physical
+        self.device = torch.get_default_device()
         model: nn.Module = nn.Sequential(
             nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, 3)
         )
@@ -57,15 +60,15 @@ class Run:
             model = DifferentiallyPrivateDistributedDataParallel(model)
         self.engine = PrivacyEngine(accountant="rdp")
         generator = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
-        data = torch.Generator().manual_seed(9)
-        samples = torch.randn(SAMPLES, 6, generator=data)
+        data = torch.Generator("cpu").manual_seed(9)
+        samples = torch.randn(SAMPLES, 6, generator=data, device="cpu")
         made = self.engine.make_private(
             module=model,
             optimizer=torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1),
             data_loader=DataLoader(
                 TensorDataset(samples, (samples[:, 0] > 0).long()),
                 BATCH,
-                shuffle=True,
+                shuffle=not poisson,
                 num_workers=workers,
             ),
             noise_multiplier=1.0,
@@ -110,6 +113,7 @@ class Run:
     def _pass(self, loader: Any, stop: int | None, every: int | None) -> bool:
         for inputs, targets in loader:
             self.seen.append(sorted(inputs[:, 0].tolist()))
+            inputs, targets = inputs.to(self.device), targets.to(self.device)
             self.optimizer.zero_grad()
             self.criterion(self.model(inputs), targets).backward()
             self.optimizer.step()
@@ -167,13 +171,12 @@ def uninterrupted_and_resumed(
         assert whole.checkpoints.load().path is None
         whole.train()
         ends[name] = [whole.end()]
-        for at in KILLED_AFTER:
+        for at in KILLED_AFTER if name in ("sharded", "one") else KILLED_AFTER[:1]:
             # Nothing that the new process starts with is like what it had before.
             other = {"seed": 77, **({"noise_seed": 5} if "noise_seed" in VARIANTS[name] else {})}
             run = Run(f"{folder}/{name}-{at}", **{**VARIANTS[name], **other})
             progress = run.checkpoints.load(f"{folder}/{name}/{at}")
-            torch.randn(3)  # an evaluation before training goes on, say
-            run.train(progress.epoch)
+            run.train(progress.epoch, every=None)
             ends[name].append(run.end())
     return ends
 
@@ -227,18 +230,67 @@ def test_what_is_restored_matters(tmp_path: Path) -> None:
             assert_same_end(whole.end(), run.end())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+def test_two_gpus(tmp_path: Path) -> None:
+    names = ["sharded", "physical batches", "DDP"]
+    for of_rank in run_distributed(
+        uninterrupted_and_resumed, 2, str(tmp_path), names, timeout=120, backend="nccl"
+    ):
+        check_ends(of_rank)
+
+
+def test_a_clipping_norm_that_training_moves_is_restored(tmp_path: Path) -> None:
+    def adaptive(folder: str, start: float) -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 3)
+        engine = PrivacyEngineAdaptiveClipping(accountant="rdp")
+        made = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3), BATCH
+            ),
+            noise_multiplier=0.3,
+            max_grad_norm=start,
+            grad_sample_mode="ghost",
+            target_unclipped_quantile=0.9,
+            min_clipbound=0.01,
+            max_clipbound=10.0,
+            clipbound_learning_rate=0.5,
+        )
+        model, optimizer, _, loader = made
+        checkpoints = Checkpointer(
+            tmp_path / folder, engine=engine, module=model, optimizer=optimizer, data_loader=loader
+        )
+        return (*made, checkpoints)
+
+    model, optimizer, criterion, loader, checkpoints = adaptive("a", 0.1)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        optimizer.step()
+    checkpoints.save(epoch_ended=True)
+    assert optimizer.max_grad_norm != 0.1
+    _, other, _, _, again = adaptive("b", 0.1)
+    assert again.load(tmp_path / "a" / "step-00000005-end").epoch == 1
+    assert other.max_grad_norm == optimizer.max_grad_norm
+
+
 # --- another number of ranks: the same epsilon, and nothing drawn twice ---
+
+
+ADD_NOISE = noise_module._add_noise
 
 
 def spy_on_noise() -> list[float]:
     """Some of the standard normal variates that this rank draws from now on."""
     seen: list[float] = []
-    add = noise_module._add_noise
 
     def spy(std: float, shards: list[Tensor], stream: torch.Generator) -> None:
         copy = torch.Generator().set_state(stream.get_state())
         seen.extend(torch.empty(8).normal_(generator=copy).tolist())
-        add(std, shards, stream)
+        ADD_NOISE(std, shards, stream)
 
     noise_module._add_noise = spy
     return seen
@@ -269,7 +321,7 @@ def leg(
 
 def moments(run: Run) -> list[Tensor]:
     states = run.optimizer.original_optimizer.state
-    return [s["exp_avg"].full_tensor() for s in states.values() if "exp_avg" in s]
+    return [s["exp_avg"].full_tensor().clone() for s in states.values() if "exp_avg" in s]
 
 
 @pytest.mark.slow
@@ -281,7 +333,7 @@ def test_resharded_runs_keep_epsilon_and_repeat_nothing(tmp_path: Path) -> None:
         run_distributed(leg, world, folder, stop, copies, timeout=90)
         for world, stop, copies in ((2, 3, 1), (4, 6, 2), (2, 8, 1), (1, None, 1))
     ]
-    for before, after in zip(legs, legs[1:], strict=False):
+    for before, after in itertools.pairwise(legs):
         first, second = before[0][-1], after[0][-1]
         assert second["loaded"] == first["history"]
         for name, known in (("at", "weights"), ("moments", "moments after")):

@@ -242,7 +242,8 @@ def collectives(rank: int, world_size: int) -> list[tuple[int, int, bool]]:
             criterion=criterion("language"), data_loader=loader("language"), noise_multiplier=0.0,
             max_grad_norm=0.1, poisson_sampling=False, grad_sample_mode="ghost_fsdp",
         )  # fmt: skip
-        loss = out[2](out[0](PROBLEMS["language"].batch(4)[0]), PROBLEMS["language"].batch(4)[1])
+        inputs, targets = PROBLEMS["language"].batch(4, seed=rank)
+        loss = out[2](out[0](inputs), targets)
         with CommDebugMode() as first:
             out[0].norm_pass(loss.loss_per_sample)
         leaked = any(p.grad is not None for p in model.parameters())

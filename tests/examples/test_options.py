@@ -18,8 +18,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "one_class.tsv").write_text(ROWS.replace("\t1\n", "\t0\n"))
     (tmp_path / "data.txt").write_text(ROWS)
     (tmp_path / "bad.tsv").write_bytes(ROWS.encode() + b"\xff\t1\n")
-    (tmp_path / "garbage.pt").write_bytes(b"no checkpoint")
-    torch.save({"weights": torch.zeros(2)}, tmp_path / "other.pt")
+    for name, manifest in (("garbage", "{"), ("other", '{"format": 1, "files": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(manifest)
     build_model("tiny", task="lm", vocab_size=7, classes=0).model.config.save_pretrained(
         tmp_path / "small_vocabulary"
     )
@@ -54,11 +55,12 @@ CASES = [
     ("--data data.txt", "--task lm"),
     ("--model huge", "--model huge: neither a built-in shape"),
     ("--model small_vocabulary", "--model small_vocabulary has 7 tokens"),
-    ("--resume gone.pt", "--resume gone.pt: there is no such file"),
-    ("--resume garbage.pt", "--resume garbage.pt: not a checkpoint"),
-    ("--resume other.pt", "--resume other.pt: not a checkpoint"),
-    ("--checkpoint nowhere/a.pt", "--checkpoint nowhere/a.pt: its folder"),
-    ("--checkpoint .", "--checkpoint .: a folder"),
+    ("--resume gone", "--resume gone: there is no complete checkpoint"),
+    ("--resume garbage", "--resume garbage: not a checkpoint of this script; garbage is damaged"),
+    ("--resume other", "--resume other: not a checkpoint"),
+    ("--checkpoint nowhere/a", "--checkpoint nowhere/a: its folder"),
+    ("--checkpoint data.tsv", "--checkpoint data.tsv: a file"),
+    ("--checkpoint-every 0", "--checkpoint-every: must be above 0"),
     ("--logdir data.tsv", "--logdir data.tsv: not a folder"),
     # what does not fit together
     ("--batch-size 1000", "--batch-size 1000: there are"),
@@ -73,7 +75,7 @@ CASES = [
 @pytest.mark.parametrize(("options", "says"), CASES)
 def test_it_is_refused(folder, monkeypatch, capsys, options, says):
     monkeypatch.setattr(dist, "init_process_group", never)
-    argv = ["--batch-size", "8", "--checkpoint", "new.pt", "--logdir", "new"]
+    argv = ["--batch-size", "8", "--checkpoint", "new", "--logdir", "curves"]
     argv += [] if "--data" in options else ["--data", "data.tsv"]
     before = sorted(folder.rglob("*"))
     with pytest.raises(SystemExit) as stop:
@@ -95,7 +97,7 @@ def test_the_good_options_of_the_refusals_are_accepted(folder, monkeypatch):
     # Otherwise the cases above could fail for a reason that they do not name.
     monkeypatch.setattr(dist, "init_process_group", never)
     with pytest.raises(AssertionError, match="process group"):
-        script.main(["--batch-size", "8", "--data", "data.tsv", "--checkpoint", "new.pt"])
+        script.main(["--batch-size", "8", "--data", "data.tsv", "--checkpoint", "new"])
 
 
 def test_delta_is_below_one_in_the_number_of_rows(folder):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import shutil
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from options import parse_arguments
 from runtime import Runtime, running
 from text_data import Texts
 from tokenizer import make_tokenizer
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import EncodedTexts, Task, evaluate
 
-from opacus import PrivacyEngine
+from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
 
@@ -49,7 +51,14 @@ def options(data, **more):
 
 
 def weights(path):
-    return torch.load(path)["module_state_dict"]
+    """The model in a checkpoint, or in the newest one of a folder."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(latest_checkpoint(path) or path, file.name)
+        return torch.load(file.name)["model"]
+
+
+def ends_of_epochs(folder):
+    return sorted(folder.glob("step-*-end"))
 
 
 def assert_equal_weights(first, second, rtol=1e-5, atol=1e-6):
@@ -57,14 +66,7 @@ def assert_equal_weights(first, second, rtol=1e-5, atol=1e-6):
 
 
 def keep_every_checkpoint(monkeypatch):
-    """Also save to ``<path>.1``, ``<path>.2``, ... after the epochs."""
-    save = PrivacyEngine.save_checkpoint
-
-    def save_and_copy(self, *, path, checkpoint_dict, **kwargs):
-        save(self, path=path, checkpoint_dict=checkpoint_dict, **kwargs)
-        shutil.copy(path, f"{path}.{checkpoint_dict['text_example']['finished_epochs']}")
-
-    monkeypatch.setattr(PrivacyEngine, "save_checkpoint", save_and_copy)
+    monkeypatch.setattr(script, "Checkpointer", partial(Checkpointer, keep=999))
 
 
 # --- one process ---
@@ -88,24 +90,36 @@ def test_it_learns_and_reports(data, tmp_path, capsys, mode):
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(data, tmp_path, monkeypatch, capsys, mode):
     keep_every_checkpoint(monkeypatch)
-    whole, rest = tmp_path / "whole.pt", tmp_path / "rest.pt"
-    more = {"grad-sample-mode": mode, "no-baseline": True}
+    whole = tmp_path / "whole"
+    more = {"grad-sample-mode": mode, "no-baseline": True, "checkpoint-every": 5}
     script.main(options(data, checkpoint=whole, **more))
     uninterrupted = capsys.readouterr().out
-    script.main(options(data, checkpoint=rest, resume=f"{whole}.1", **more))
-    resumed = capsys.readouterr().out
-    assert_equal_weights(whole, rest, rtol=0, atol=0)
-    assert f"epoch 1/{EPOCHS}" not in resumed
-    assert resumed.splitlines()[-1] == uninterrupted.splitlines()[-1]  # epsilon
+    within = whole / "step-00000025"
+    assert within > ends_of_epochs(whole)[0]
+    for name, start in (("within", within), ("between", ends_of_epochs(whole)[0])):
+        rest = tmp_path / name
+        # All draws come from the checkpoint.
+        script.main(options(data, checkpoint=rest, resume=start, **{**more, "seed": 6}))
+        resumed = capsys.readouterr().out
+        assert_equal_weights(whole, rest, rtol=0, atol=0)
+        assert f"epoch 1/{EPOCHS}" not in resumed
+        assert resumed.splitlines()[-1] == uninterrupted.splitlines()[-1]  # epsilon
     with pytest.raises(AssertionError):
-        assert_equal_weights(whole, f"{whole}.2")
+        assert_equal_weights(whole, ends_of_epochs(whole)[-2])
+
+
+def test_a_run_that_restarts_itself_takes_the_same_options(data, tmp_path, capsys):
+    given = options(data, checkpoint=tmp_path / "a", resume=tmp_path / "a", epochs=1)
+    for start in ("first", "again"):
+        script.main([*given, "--no-baseline"])
+        assert ("epoch 1/1" in capsys.readouterr().out) == (start == "first")
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_fsdp"])
 def test_deferred_norms_give_the_same_model(data, tmp_path, mode):
     paths = []
     for flag in ("deferred", "no-deferred"):
-        paths.append(tmp_path / f"{flag}.pt")
+        paths.append(tmp_path / f"{flag}")
         more = {flag: True, "grad-sample-mode": mode, "no-baseline": True}
         script.main(options(data, checkpoint=paths[-1], **more))
     assert_equal_weights(*paths)
@@ -130,7 +144,7 @@ def test_the_flag_wins_over_the_environment(data, monkeypatch, flags, variable, 
 
 
 def test_seeds_are_what_makes_runs_differ(data, tmp_path):
-    paths = [tmp_path / name for name in ("a.pt", "b.pt", "c.pt")]
+    paths = [tmp_path / name for name in ("a", "b", "c")]
     for path, seed in zip(paths, (1, 1, 2), strict=True):
         script.main(options(data, checkpoint=path, seed=seed, epochs=1, **{"no-baseline": True}))
     assert_equal_weights(*paths[:2], rtol=0, atol=0)
@@ -139,7 +153,7 @@ def test_seeds_are_what_makes_runs_differ(data, tmp_path):
 
 
 def test_other_settings_are_no_resumption(data, tmp_path, capsys):
-    path = tmp_path / "a.pt"
+    path = tmp_path / "a"
     script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
     with pytest.raises(SystemExit):
         script.main(options(data, resume=path, epochs=2, epsilon=3))
@@ -148,7 +162,7 @@ def test_other_settings_are_no_resumption(data, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_shape_is_refused(data, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "a.pt"
+    path = tmp_path / "a"
     script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "intermediate_size": 32})
     with pytest.raises(SystemExit):
@@ -175,16 +189,16 @@ def many_runs(rank, world_size, data, folder):
     """Runs that are compared by their checkpoints."""
     monkeypatch = pytest.MonkeyPatch()
     keep_every_checkpoint(monkeypatch)
-    if rank:  # one copy is enough
-        monkeypatch.undo()
     runs = {
         "immediate": {"no-deferred": True},
         "deferred": {"deferred": True},
-        "resumed": {"deferred": True, "resume": Path(folder, "deferred.pt.1")},
+        "resumed": {"deferred": True, "resume": "first epoch"},
         "ddp": {"grad-sample-mode": "ghost"},
     }
     for name, more in runs.items():
-        path = Path(folder, f"{name}.pt")
+        path = Path(folder, name)
+        if "resume" in more:
+            more = {**more, "resume": ends_of_epochs(Path(folder, "deferred"))[0]}
         script.main(options(data, checkpoint=path, **{"no-baseline": True}, **more))
     script.main(options(data, epochs=1))  # with the baseline
     monkeypatch.undo()
@@ -207,14 +221,16 @@ def test_two_processes(data, tmp_path, capsys):
     for alone, together in run_distributed(many_runs, 2, data, tmp_path, timeout=150):
         assert alone == together
         assert 0 < alone < 1
-    assert_equal_weights(tmp_path / "immediate.pt", tmp_path / "deferred.pt")
-    assert_equal_weights(tmp_path / "deferred.pt", tmp_path / "resumed.pt", rtol=0, atol=0)
+    assert_equal_weights(tmp_path / "immediate", tmp_path / "deferred")
+    assert_equal_weights(tmp_path / "deferred", tmp_path / "resumed", rtol=0, atol=0)
     with pytest.raises(AssertionError):
-        assert_equal_weights(tmp_path / "deferred.pt", tmp_path / "deferred.pt.1")
-    assert (tmp_path / "ddp.pt").is_file()
+        assert_equal_weights(tmp_path / "deferred", ends_of_epochs(tmp_path / "deferred")[0])
+    assert len(ends_of_epochs(tmp_path / "ddp")) == EPOCHS
     # A checkpoint of two processes goes on in one.
     capsys.readouterr()
-    script.main(options(data, resume=tmp_path / "deferred.pt.1", **{"no-baseline": True}))
+    script.main(
+        options(data, resume=ends_of_epochs(tmp_path / "deferred")[0], **{"no-baseline": True})
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if "tokens/s" in line] == ["epoch 2/3", "epoch 3/3"]
     assert "(8.00, 1.0e-03)-differentially private" in lines[-1]

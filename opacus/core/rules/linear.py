@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus.core.profiling import layers
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
 

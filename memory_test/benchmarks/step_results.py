@@ -1,0 +1,209 @@
+"""The result file of ``steps.py``: its layout, its check, and its table.
+
+A file holds ``HEAD``; each of its cells ``CELL``; each row of a cell ``ROW`` and, if its status is
+``"ok"``, ``MEASURED``, and ``RATIOS`` if the non-private step of its cell was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memory_test.benchmarks.cases import EAGER, TARGETS, Cell
+from memory_test.benchmarks.step_timing import Taken
+from memory_test.common.failures import UsageError
+
+NUMBER = (int, float)
+LAYOUT = "steps/1"
+HEAD: dict[str, Any] = {
+    "layout": str, "what": str, "date": str, "device": str, "device_memory_gb": (int, float, None),
+    "world": int, "versions": dict, "environment": dict, "command": list, "plan": dict,
+    "cells": list,
+}  # fmt: skip
+CELL: dict[str, Any] = {
+    "model": str, "parameters": int, "trainable_parameters": int, "batch": int, "tokens": int,
+    "wrapping": str, "lora_rank": int, "checkpointing": bool, "dtype": str, "rows": list,
+}  # fmt: skip
+ROW: dict[str, Any] = {
+    "mode": str, "deferred": bool, "private": bool, "package": str, "status": str, "checks": list,
+}  # fmt: skip
+MEASURED: dict[str, Any] = {
+    "ms": dict, "peak_gb": NUMBER,
+}  # fmt: skip
+RATIOS: dict[str, Any] = {"ratio": NUMBER, "ratio_quartiles": list, "memory_ratio": NUMBER}
+STATUSES = ("ok", "refused", "out_of_memory")
+
+
+def check_file(found: Any) -> list[str]:
+    """What is wrong with the content of a result file; an empty list if nothing."""
+    if not isinstance(found, dict) or found.get("layout") != LAYOUT:
+        return [f"is not of the layout {LAYOUT}"]
+    wrong = _lacking(found, HEAD, "file")
+    for number, cell in enumerate(found.get("cells", ())):
+        wrong += _lacking(cell, CELL, f"cell {number}")
+        rows = cell.get("rows", ())
+        compared = any(r.get("mode") == EAGER and r.get("status") == "ok" for r in rows)
+        for row in rows:
+            where = f"cell {number}, {row.get('mode')}"
+            wrong += _lacking(row, ROW, where)
+            wrong += _wrong_row(row, where, compared)
+    return wrong
+
+
+def _wrong_row(row: dict[str, Any], where: str, compared: bool) -> list[str]:
+    status = row.get("status")
+    if status not in STATUSES:
+        return [f"{where}: status is {status!r}"]
+    if status != "ok":
+        return [f"{where}: {status}, but has times"] if "ms" in row else []
+    wrong = _lacking(row, MEASURED | (RATIOS if compared else {}), where)
+    ours = row.get("private") and row.get("package") == "this package"
+    if ours and not (row.get("checks") and all(c.get("holds") for c in row["checks"])):
+        wrong.append(f"{where}: reported without a check that holds")
+    return wrong
+
+
+def _lacking(found: dict[str, Any], kinds: dict[str, Any], where: str) -> list[str]:
+    wrong = []
+    for key, kind in kinds.items():
+        kinds_of = tuple(k for k in (kind if isinstance(kind, tuple) else (kind,)) if k)
+        none = isinstance(kind, tuple) and None in kind
+        if key not in found:
+            wrong.append(f"{where}: lacks {key}")
+        elif not isinstance(found[key], kinds_of) and not (none and found[key] is None):
+            wrong.append(f"{where}: {key} is a {type(found[key]).__name__}")
+    return wrong
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    if wrong := check_file(found):
+        raise UsageError(f"{path}: {'; '.join(wrong[:3])}")
+    return found
+
+
+def rows_of(taken: Sequence[Taken], package: str = "this package") -> list[dict[str, Any]]:
+    """Rows of one cell, with ratios to its eager non-private step if that was measured."""
+    base = next((one for one in taken if one.way.mode == EAGER and one.times_ms), None)
+    return [_row(one, base, package) for one in taken]
+
+
+def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "mode": one.way.mode,
+        "deferred": one.way.deferred,
+        "private": one.way.private,
+        "package": package if one.way.private else "torch",
+        "status": "refused" if one.refused else "out_of_memory" if one.error else "ok",
+        "checks": [check.record() for check in one.checks],
+    }
+    if one.error:
+        return {**row, "error": one.error}
+    row |= {"ms": spread(one.times_ms), "peak_gb": round(one.peak_mb / 1024, 3)}
+    return {**row, **ratios(row, spread(base.times_ms), base.peak_mb / 1024)} if base else row
+
+
+def ratios(row: dict[str, Any], base_ms: dict[str, Any], base_gb: float) -> dict[str, Any]:
+    """Time and memory in those of the non-private step.
+
+    Quartiles are of ratios of steps that were timed next to each other, where there are such.
+    """
+    pairs = list(zip(row["ms"]["all"], base_ms["all"], strict=False))
+    paired = sorted(one / other for one, other in pairs)
+    return {
+        "ratio": round(row["ms"]["median"] / base_ms["median"], 4),
+        "ratio_quartiles": [round(v, 4) for v in _quartiles(paired)],
+        "memory_ratio": round(row["peak_gb"] / base_gb, 4),
+    }
+
+
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles, range and all of them, in milliseconds."""
+    return {
+        "median": round(statistics.median(times), 3),
+        "quartiles": [round(v, 3) for v in _quartiles(times)],
+        "min": round(min(times), 3),
+        "max": round(max(times), 3),
+        "all": [round(t, 3) for t in times],
+    }
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def title(cell: dict[str, Any]) -> str:
+    """``"llama3-1b 4x4096"``, with adapters and checkpointing if there are any."""
+    extra = f" LoRA {cell['lora_rank']}" if cell["lora_rank"] else ""
+    extra += " leaves" if cell["wrapping"] == "leaves" else ""
+    extra += " checkpointing" if cell["checkpointing"] else ""
+    return f"{cell['model']} {cell['batch']}x{cell['tokens']}{extra}"
+
+
+def label(row: dict[str, Any]) -> str:
+    """Mode, with the package if it is another one."""
+    name = row["mode"] + "+deferred" * row["deferred"]
+    other = row["private"] and row["package"] != "this package"
+    return f"{name} ({row['package']})" if other else name
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """All rows as a Markdown table, below a line that says where they come from."""
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    lines = [
+        f"{found['world']} x {found['device']}, {found['date'][:10]}; {versions}.",
+        "",
+        "Targets are in brackets; what misses one is bold.",
+        "",
+        "| cell | mode | ms a step (quartiles) | of non-private | peak GiB | of non-private |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in found["cells"]:
+        for row in cell["rows"]:
+            aims = _targets(cell, row, found["world"])
+            lines.append(f"| {title(cell)} | `{label(row)}` | {_cells(row, aims)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any], aims: tuple[float | None, float | None]) -> str:
+    if row["status"] != "ok":
+        return f"{row['status'].replace('_', ' ')} | | | "
+    low, high = row["ms"]["quartiles"]
+    times = f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})"
+    ratio, memory = _aimed(row, "ratio", aims[0]), _aimed(row, "memory_ratio", aims[1])
+    return f"{times} | {ratio} | {row['peak_gb']:.1f} | {memory}"
+
+
+def _aimed(row: dict[str, Any], key: str, aim: float | None) -> str:
+    if key not in row:
+        return ""
+    text = f"{row[key]:.2f}"
+    if aim is None:
+        return text
+    return f"{text if row[key] <= aim else f'**{text}**'} ({aim:.2f})"
+
+
+def _targets(
+    cell: dict[str, Any], row: dict[str, Any], world: int
+) -> tuple[float | None, float | None]:
+    single_backward = row["mode"].endswith("_fsdp_bk") and row["package"] == "this package"
+    plain = cell["wrapping"] == "blocks" and not cell["lora_rank"]
+    known = cell["model"] == "llama3-1b" and world == 2 and not cell["checkpointing"]
+    size = Cell(cell["batch"], cell["tokens"])
+    if single_backward and plain and known and size in TARGETS:
+        return TARGETS[size]
+    return None, None

@@ -1,0 +1,171 @@
+"""Runs a suite: cell after cell, a row for each way, the file after each cell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memory_test.benchmarks.cases import Cell, Suite, Way
+from memory_test.benchmarks.contenders import Recipe, plain_model
+from memory_test.benchmarks.step_check import Check
+from memory_test.benchmarks.step_results import LAYOUT, label, ratios, rows_of, title
+from memory_test.benchmarks.step_timing import Plan, measure_cell
+from memory_test.common.launch import Runtime
+from memory_test.common.modes import resolve_mode
+from memory_test.common.reference import check_folder, measure_with
+from memory_test.common.results import prepare_folder, write_json
+
+SCRIPT = Path(__file__).with_name("steps.py")
+WHAT = "one whole training step: zero_grad, forward, backward, optimizer step (SGD)"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_suite(args: argparse.Namespace, suite: Suite, runtime: Runtime) -> dict[str, Any]:
+    """Measure all cells; a collective call.
+
+    Returns:
+        The content of the result file, the same on all ranks but for what was timed with
+        another package.
+
+    Raises:
+        UsageError: A mode, the model or the reference cannot be had.
+    """
+    for way in suite.ways:
+        resolve_mode(way.mode, runtime.world_size)
+    if args.reference is not None:
+        check_folder(args.reference)
+    if args.output is not None and runtime.is_main:
+        prepare_folder(args.output)
+    plan = Plan(args.iters, args.warmup, args.rounds, check=not args.unchecked)
+    found = _head(plan, runtime)
+    known: dict[Way, list[Check]] = {}
+    start = time.monotonic()
+    for cell in suite.cells:
+        if runtime.largest([time.monotonic() - start])[0] > args.budget:
+            _say(runtime, f"{suite.model} {cell}: not started, --budget {args.budget:g} s is spent")
+            continue
+        found["cells"].append(_cell(args, suite, cell, plan, runtime, known))
+        if args.output is not None and runtime.is_main:
+            write_json(args.output, found)
+    return found
+
+
+def _cell(
+    args: argparse.Namespace, suite: Suite, cell: Cell, plan: Plan, runtime: Runtime,
+    known: dict[Way, list[Check]],
+) -> dict[str, Any]:  # fmt: skip
+    dtype = _dtype(args.dtype, runtime.device)
+    recipe = Recipe(suite, cell.tokens, cell.batch, dtype)
+    baselines = () if args.unchecked else suite.baselines()
+    taken = measure_cell(recipe, cell, [*baselines, *suite.ways], plan, runtime, known)
+    rows = rows_of(taken, _package(args))
+    if args.reference is not None:
+        rows += _reference_rows(args, suite, cell, rows, runtime)
+    described = _describe(recipe, cell)
+    for row in rows:
+        _say(runtime, f"{title(described)} {label(row)}: {_line(row)}")
+    return {**described, "rows": rows}
+
+
+def _reference_rows(
+    args: argparse.Namespace, suite: Suite, cell: Cell, rows: list[dict[str, Any]],
+    runtime: Runtime,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The same step with another opacus, by a process of its own beside each rank."""
+    modes = args.reference_modes or ("ghost_fsdp" if suite.sharded else "ghost")
+    arguments = [
+        "--suite", args.suite, "--model", suite.model, "--cells", str(cell), "--modes", modes,
+        "--wrapping", suite.wrapping, "--lora", str(suite.lora_rank), "--dtype", args.dtype,
+        "--iters", str(args.reference_iters), "--warmup", "1", "--device", args.device,
+        "--unchecked",
+    ]  # fmt: skip
+    arguments += ["--checkpointing"] if suite.checkpointing else []
+    got = measure_with(args.reference, arguments, runtime, SCRIPT)
+    base = rows[0]
+    found = [row for c in got.get("cells", ()) for row in c["rows"]]
+    return [
+        {**row, **ratios(row, base["ms"], base["peak_gb"])}
+        if row["status"] == base["status"] == "ok" else row
+        for row in found
+    ]  # fmt: skip
+
+
+def _package(args: argparse.Namespace) -> str:
+    if not args.unchecked:
+        return "this package"
+    import opacus
+
+    return f"pip opacus {opacus.__version__}"
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    return DTYPES[("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name]
+
+
+def _describe(recipe: Recipe, cell: Cell) -> dict[str, Any]:
+    suite = recipe.suite
+    plain, _ = plain_model(recipe, torch.device("meta"))
+    sizes = [(p.numel(), p.requires_grad) for p in plain.parameters()]
+    return {
+        "model": suite.model,
+        "parameters": sum(n for n, _ in sizes),
+        "trainable_parameters": sum(n for n, trained in sizes if trained),
+        "batch": cell.batch,
+        "tokens": cell.tokens,
+        "wrapping": suite.wrapping,
+        "lora_rank": suite.lora_rank,
+        "checkpointing": suite.checkpointing,
+        "dtype": str(recipe.dtype).removeprefix("torch."),
+    }
+
+
+def _head(plan: Plan, runtime: Runtime) -> dict[str, Any]:
+    cuda = runtime.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None
+    return {
+        "layout": LAYOUT,
+        "what": WHAT,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
+        "device_memory_gb": round(memory / 2**30, 1) if memory else None,
+        "world": runtime.world_size,
+        "versions": _versions(),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith("OPACUS_")},
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "plan": asdict(plan),
+        "cells": [],
+    }
+
+
+def _versions() -> dict[str, str]:
+    import opacus
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["opacus"] = opacus.__version__
+    for name in ("transformers", "peft", "triton"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return row["error"]
+    ratio = f", {row['ratio']:.3f}x time" if "ratio" in row else ""
+    memory = f", {row['memory_ratio']:.3f}x memory" if "memory_ratio" in row else ""
+    low, high = row["ms"]["quartiles"]
+    times = f"{row['ms']['median']:.2f} ms ({low:.2f} to {high:.2f})"
+    return f"{times}{ratio}, peak {row['peak_gb']:.2f} GB{memory}"
+
+
+def _say(runtime: Runtime, text: str) -> None:
+    if runtime.is_main:
+        print(text, flush=True)

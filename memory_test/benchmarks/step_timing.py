@@ -1,0 +1,217 @@
+"""Times contenders in turn, so that whatever disturbs the host disturbs all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from memory_test.benchmarks.cases import COMPILED, Cell, Way
+from memory_test.benchmarks.contenders import Contender, Recipe, build, random_ids
+from memory_test.benchmarks.step_check import Check, Expected, full_check, full_truth, small_checks
+from memory_test.common.failures import is_out_of_memory
+from memory_test.common.launch import Runtime
+from memory_test.common.memory import MB, peak_mb, reset_peak
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and in which turns contenders are timed.
+
+    Attributes:
+        iters: Timed steps of each contender.
+        warmup: Steps before them; in every round when contenders take turns in rounds.
+        rounds: 0: all contenders are in memory and take turns step by step. Else one at a time
+            is, so many times each; for models of which two do not fit.
+        check: Whether modes are checked; only the comparison with another package goes without.
+    """
+
+    iters: int = 10
+    warmup: int = 3
+    rounds: int = 0
+    check: bool = True
+
+
+@dataclass
+class Taken:
+    """What was seen of one contender.
+
+    Attributes:
+        way: The mode.
+        times_ms: Of each timed step, the slowest rank.
+        peak_mb: Largest peak of a rank, without what other contenders hold.
+        checks: Against what is right.
+        error: Why there is no result.
+        refused: Whether that is because it is wrong.
+    """
+
+    way: Way
+    times_ms: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+    checks: list[Check] = field(default_factory=list)
+    error: str = ""
+    refused: bool = False
+
+
+def measure_cell(
+    recipe: Recipe,
+    cell: Cell,
+    ways: Sequence[Way],
+    plan: Plan,
+    runtime: Runtime,
+    known: dict[Way, list[Check]] | None = None,
+) -> list[Taken]:
+    """Check and time all ways on one cell; a collective call.
+
+    Args:
+        recipe: How models are built.
+        cell: Size of the batch.
+        ways: What is timed; the first is the non-private step that modes are checked against.
+        plan: How long.
+        runtime: This process.
+        known: Checks of small models by way, which do not depend on the cell; added to.
+    """
+    taken = [Taken(way) for way in ways]
+    known = {} if known is None else known
+    for one in taken:
+        if plan.check and one.way.private:
+            if one.way not in known:
+                known[one.way] = small_checks(recipe, one.way, runtime)
+            _judge(one, known[one.way])
+    bench = _Bench(recipe, cell, plan, runtime)
+    try:
+        (bench.in_rounds if plan.rounds else bench.step_by_step)(taken)
+    finally:
+        if any(way.mode == COMPILED for way in ways):
+            torch._dynamo.reset()  # it holds on to models
+        _clear(runtime)
+    return taken
+
+
+class _Bench:
+    """One cell."""
+
+    def __init__(self, recipe: Recipe, cell: Cell, plan: Plan, runtime: Runtime) -> None:
+        self.recipe, self.cell, self.plan, self.runtime = recipe, cell, plan, runtime
+        self.expected: Expected | None = None
+        self.resident_mb: dict[Way, float] = {}  # of contenders that are in memory
+
+    def step_by_step(self, taken: list[Taken]) -> None:
+        """All contenders in memory; the order turns round each time."""
+        ready = [(one, c) for one in taken if (c := self._ready(one)) is not None]
+        with _frozen_garbage():
+            for index in range(self.plan.iters):
+                for one, contender in ready if index % 2 == 0 else reversed(ready):
+                    with _failing(one, self.runtime):
+                        if not one.error:
+                            self._time(one, contender)
+
+    def in_rounds(self, taken: list[Taken]) -> None:
+        """One contender in memory."""
+        rounds = self.plan.rounds
+        for index in range(rounds):
+            for one in taken if index % 2 == 0 else reversed(taken):
+                contender = None if one.error else self._ready(one)
+                if contender is None:
+                    continue
+                with _failing(one, self.runtime), _frozen_garbage():
+                    for _ in range(-(-self.plan.iters // rounds)):
+                        self._time(one, contender)
+                del contender, self.resident_mb[one.way]
+                _clear(self.runtime)
+
+    def _ready(self, one: Taken) -> Contender | None:
+        """Built, checked and warmed up; ``None`` if that failed."""
+        if one.error:
+            return None
+        contender = None
+        with _failing(one, self.runtime):
+            contender = build(self.recipe, one.way, self.runtime)
+            self._check(one, contender)
+            if not one.error:
+                ids = self._ids(contender)
+                for _ in range(self.plan.warmup):
+                    contender.step(ids)
+                contender.park()
+                self.resident_mb[one.way] = contender.resident_bytes() / MB
+        return None if one.error else contender
+
+    def _check(self, one: Taken, contender: Contender) -> None:
+        if not self.plan.check or one.way.mode == COMPILED:
+            return
+        bound, dtype = self.recipe.max_grad_norm, self.recipe.dtype
+        ids = self._ids(contender)
+        if not one.way.private:
+            if self.expected is None:
+                self.expected = full_truth(contender, ids, bound, self.runtime)
+        elif self.expected is not None:
+            if any(check.what.startswith("full") for check in one.checks):
+                return  # in an earlier round
+            _judge(one, [full_check(contender, ids, self.expected, dtype, self.runtime)])
+
+    def _ids(self, contender: Contender) -> Tensor:
+        cell = self.cell
+        return random_ids(contender.vocab, cell.batch, cell.tokens, self.runtime)
+
+    def _time(self, one: Taken, contender: Contender) -> None:
+        runtime, device = self.runtime, self.runtime.device
+        ids = self._ids(contender)
+        cuda = device.type == "cuda"
+        others = sum(mb for way, mb in self.resident_mb.items() if way != one.way) if cuda else 0.0
+        reset_peak(device)
+        runtime.barrier()
+        start = time.perf_counter()
+        contender.step(ids)
+        if cuda:
+            torch.cuda.synchronize(device)
+        took = (time.perf_counter() - start) * 1e3
+        seen = runtime.largest([took, peak_mb(device) - others])
+        contender.park()
+        one.times_ms.append(seen[0])
+        one.peak_mb = max(one.peak_mb, seen[1])
+
+
+def _judge(one: Taken, checks: list[Check]) -> None:
+    one.checks += checks
+    wrong = [str(check) for check in checks if not check.holds]
+    if wrong:
+        one.error, one.refused = f"is wrong, and not reported: {'; '.join(wrong)}", True
+        one.times_ms, one.peak_mb = [], 0.0
+
+
+@contextlib.contextmanager
+def _failing(one: Taken, runtime: Runtime) -> Iterator[None]:
+    """Note that memory ran out, on all ranks if on one; anything else ends the run."""
+    lacking = ""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        lacking = f"out of memory: {str(error).splitlines()[0]}"
+    if runtime.largest([float(bool(lacking))])[0]:
+        one.error = lacking or "out of memory on another rank"
+        one.times_ms = []
+        _clear(runtime)
+
+
+@contextlib.contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Models of other contenders make no collection of garbage slower."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _clear(runtime: Runtime) -> None:
+    gc.collect()
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,86 @@
+"""What is asked: a model, its cards, a batch, a mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opacus.scale.shapes import LlamaShape
+
+NON_PRIVATE = "no_dp"
+# Which strategy a mode stands for. The kernels of a mode change little beside that.
+MODES: dict[str, str] = {
+    NON_PRIVATE: "none",
+    "ghost_fsdp": "two_pass",
+    "flash_fsdp": "two_pass",
+    "ghost_fsdp_bk": "one_pass",
+    "flash_fsdp_bk": "one_pass",
+}
+# Bytes of optimizer state for each fp32 parameter.
+OPTIMIZERS: dict[str, int] = {"sgd": 0, "adamw": 8}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training step under FSDP2, parameters fp32, arithmetic bf16, gradients summed in fp32.
+
+    Attributes:
+        shape: The model.
+        gpus: Number of ranks W; 1 for a step without FSDP2, all in bf16.
+        tokens: Tokens T of a sample.
+        batch: Samples B of a rank.
+        mode: One of :data:`MODES`.
+        checkpointing: Whether blocks are computed again in the backward pass.
+        deferred: Whether all backprops wait for the end of the first backward pass.
+        shard: Ranks over which a replica is sharded (HSDP); ``None``: over all.
+        optimizer: One of :data:`OPTIMIZERS`.
+        node: GPUs of one host, which are linked faster than hosts are.
+    """
+
+    shape: LlamaShape
+    gpus: int
+    tokens: int
+    batch: int = 1
+    mode: str = "ghost_fsdp_bk"
+    checkpointing: bool = False
+    deferred: bool = False
+    shard: int | None = None
+    optimizer: str = "sgd"
+    node: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tokens", "batch", "node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}")
+        if self.gpus % self.sharded_over or self.sharded_over < 1:
+            raise ValueError(f"shard must divide gpus, got {self.shard} and {self.gpus}")
+        if self.gpus == 1 and self.mode != NON_PRIVATE:
+            raise ValueError("on one GPU only the non-private step is modelled")
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that hold one replica."""
+        return self.gpus if self.shard is None else self.shard
+
+    @property
+    def strategy(self) -> str:
+        """``"none"``, ``"two_pass"`` or ``"one_pass"``."""
+        return MODES[self.mode]
+
+    @property
+    def private(self) -> bool:
+        """Whether gradients are clipped and noised."""
+        return self.strategy != "none"
+
+    @property
+    def tokens_here(self) -> int:
+        """Tokens N of a rank."""
+        return self.batch * self.tokens
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of a stored parameter: fp32 when sharded."""
+        return 2 if self.gpus == 1 else 4

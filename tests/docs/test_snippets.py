@@ -1,0 +1,116 @@
+"""The Python of the documentation runs as it is printed, and shows what really comes out.
+
+A block whose first line names a file (`# train.py`) is that file; one that starts a process group is
+run by torchrun on two gloo processes. The other blocks of a page are one script, from top to bottom.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = ["quickstart.md", "zh/quickstart.md", "deferred_norms.md", "modes.md"]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
+
+
+@dataclass
+class Page:
+    """What is printed on a page.
+
+    Attributes:
+        files: Contents of the files that blocks name.
+        script: The Python blocks that name none.
+        outputs: Blocks of text: what the script is said to print.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+    outputs: list[str] = field(default_factory=list)
+
+    @property
+    def distributed(self) -> list[str]:
+        return [name for name, text in self.files.items() if "init_process_group" in text]
+
+
+def read(name: str) -> Page:
+    page = Page()
+    for language, text in FENCE.findall((DOCS / name).read_text(encoding="utf-8")):
+        if language == "python":
+            named = FILE.match(text)
+            if named:
+                page.files[named[1]] = text
+            else:
+                page.script += text
+        elif language == "text":
+            page.outputs.append(text)
+    return page
+
+
+def run(page: Page, folder: Path, *command: str) -> str:
+    for name, text in {**page.files, "page.py": page.script}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def plan_of(text: str) -> list[tuple[str, ...]]:
+    """Head, and name and class of each layer, of what `explain()` prints."""
+    lines = [line.split() for line in text.splitlines()]
+    start = next(i for i, words in enumerate(lines) if words[:2] == ["layer", "kind"])
+    body = [words for words in lines[start + 1 :] if len(words) > 7]
+    return [tuple(lines[start]), *((words[0], words[1]) for words in body)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
+    page = read(name)
+    assert page.script
+    out = run(page, tmp_path, "-W", "error", "page.py")
+    for expected in page.outputs:
+        assert plan_of(expected) == plan_of(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "script"), [(n, s) for n in PAGES if (DOCS / n).exists() for s in read(n).distributed]
+)
+def test_a_distributed_script_runs_on_two_processes(name: str, script: str, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    out = run(read(name), tmp_path, *torchrun, script)
+    assert out.strip(), "it prints nothing that a reader could compare"
+
+
+def test_the_pages_that_promise_it_have_a_distributed_script() -> None:
+    for name in ("quickstart.md", "zh/quickstart.md", "deferred_norms.md"):
+        assert read(name).distributed, name
+
+
+def test_both_languages_have_the_same_code() -> None:
+    english, chinese = (without_comments(read(name)) for name in PAGES[:2])
+    assert english == chinese
+
+
+def without_comments(page: Page) -> dict[str, str]:
+    """Code without comments and docstrings, which are in the language of the page."""
+    code = {**page.files, "": page.script}
+    bare = {k: re.sub(r"  #.*$|^\s*#.*\n", "", v, flags=re.MULTILINE) for k, v in code.items()}
+    return {k: re.sub(r'^\s*""".*"""\n', "", v, flags=re.MULTILINE) for k, v in bare.items()}
