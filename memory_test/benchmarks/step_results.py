@@ -111,16 +111,22 @@ def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
     if one.error:
         return {**row, "error": one.error}
     row |= {"ms": spread(one.times_ms), "peak_gb": round(one.peak_mb / 1024, 3)}
-    return {**row, **ratios(row, spread(base.times_ms), base.peak_mb / 1024)} if base else row
+    if base is not None:
+        row |= ratios(row, spread(base.times_ms), round(base.peak_mb / 1024, 3))
+    return row
 
 
-def ratios(row: dict[str, Any], base_ms: dict[str, Any], base_gb: float) -> dict[str, Any]:
+def ratios(
+    row: dict[str, Any], base_ms: dict[str, Any], base_gb: float, *, in_turns: bool = True
+) -> dict[str, Any]:
     """Time and memory in those of the non-private step.
 
-    Quartiles are of ratios of steps that were timed next to each other, where there are such.
+    Quartiles are of ratios of steps that were timed next to each other; of ratios to the
+    median where they did not take turns.
     """
-    pairs = list(zip(row["ms"]["all"], base_ms["all"], strict=False))
-    paired = sorted(one / other for one, other in pairs)
+    times, middle = row["ms"]["all"], base_ms["median"]
+    others = base_ms["all"] if in_turns else [middle] * len(times)
+    paired = [one / other for one, other in zip(times, others, strict=True)]
     return {
         "ratio": round(row["ms"]["median"] / base_ms["median"], 4),
         "ratio_quartiles": [round(v, 4) for v in _quartiles(paired)],

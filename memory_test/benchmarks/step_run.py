@@ -92,7 +92,7 @@ def _reference_rows(
     base = rows[0]
     found = [row for c in got.get("cells", ()) for row in c["rows"]]
     return [
-        {**row, **ratios(row, base["ms"], base["peak_gb"])}
+        {**row, **ratios(row, base["ms"], base["peak_gb"], in_turns=False)}
         if row["status"] == base["status"] == "ok" else row
         for row in found
     ]  # fmt: skip

@@ -111,9 +111,10 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 def _gpu_times(events: list[Event]) -> Iterator[tuple[Event, float, float]]:
     """Kernels, when they were launched, and how long they ran; microseconds."""
-    launches = {correlation(e): e["ts"] for e in spans(events, *LAUNCHES)}
+    launches: dict[Any, float] = {correlation(e): e["ts"] for e in spans(events, *LAUNCHES)}
     for event in spans(events, *KERNELS):
-        yield event, launches.get(correlation(event), event["ts"]), event["dur"]
+        moment = launches.get(correlation(event))
+        yield event, event["ts"] if moment is None else moment, event["dur"]
 
 
 def _own_times(events: list[Event]) -> Iterator[tuple[Event, float, float]]:

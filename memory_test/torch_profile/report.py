@@ -19,7 +19,8 @@ _COLOURS = dict(zip(_ORDER, ("#333333", "#d6457a", "#4292c6"), strict=True))
 
 def read_runs(folder: Path) -> tuple[list[Result], list[Result]]:
     """Results and failures of the runs in a folder, in the order of tables."""
-    results, failures = [], []
+    results: list[Result] = []
+    failures: list[Result] = []
     for path in sorted(folder.glob("*/result*.json")):
         found = json.loads(path.read_text())
         (results if found.get("status") == "ok" else failures).append(found)

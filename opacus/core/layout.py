@@ -42,21 +42,23 @@ class Single:
         """Noise of standard deviation ``std`` for one gradient, or None where none is due."""
         return gaussian(std, reference, self.generator, self.secure_mode)
 
-    def noised(self, std: float, sums: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
-        """Each sum with the noise that is due to it here, in the dtype of the sum.
+    def noised(
+        self, std: float, sums: Sequence[Tensor], in_place: bool = False
+    ) -> Iterable[Tensor]:
+        """Each sum with the noise that is due to it here, in the dtype of the sum; one by one.
 
         Args:
             std: Standard deviation of the noise.
             sums: Sums of clipped gradients.
             in_place: Overwrite them, which saves the memory of another gradient.
         """
-        return [self._with_noise(std, total, in_place) for total in sums]
+        return (self._with_noise(std, total, in_place) for total in sums)
 
     def _with_noise(self, std: float, total: Tensor, in_place: bool) -> Tensor:
         noise = self.noise(std, total)
         if noise is None:
             return total if in_place else total.clone()
-        return total.add_(noise) if in_place else (total + noise).to(total.dtype)
+        return total.add_(noise) if in_place else noise.add_(total).to(total.dtype)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the noised gradients over ranks, where that has not been done."""
@@ -107,7 +109,9 @@ class Sharded(Single):
             )
         return self.streams.draw(std, reference)
 
-    def noised(self, std: float, sums: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
+    def noised(
+        self, std: float, sums: Sequence[Tensor], in_place: bool = False
+    ) -> Iterable[Tensor]:
         plain = not all(is_dtensor(total) for total in sums)
         if self.secure_mode or plain or not in_place:
             return super().noised(std, sums, in_place)

@@ -377,9 +377,9 @@ class DPOptimizer(Optimizer):
         _check_processed_flag(sums)
         with torch.no_grad():
             noised = self._layout.noised(self._privacy.noise_std, sums, self._overwrites_sums)
-        for parameter, grad in zip(parameters, noised, strict=True):
-            same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
-            parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
+            for parameter, grad in zip(parameters, noised, strict=True):
+                same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
+                parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
         _mark_as_processed(sums)
 
     def scale_grad(self) -> None:

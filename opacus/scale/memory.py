@@ -63,11 +63,12 @@ def _activations(run: Run) -> float:
     if run.deferred and run.strategy == "two_pass":
         # The graph stays, and with it logits and log-softmax; all backprops wait.
         waiting = shape.layers * _backprops(run) + shape.logit_bytes
-        at_start = max(at_start, blocks + shape.last_bytes + 2 * shape.logit_bytes + waiting)
+        kept = blocks + shape.last_bytes + 2 * shape.logit_bytes
+        at_start = max(at_start, kept + waiting)
     return tokens * at_start + _unsharded(run)
 
 
-def _backprops(run: Run) -> float:
+def _backprops(run: Run) -> int:
     shape = run.shape
     return 2 * (3 * shape.hidden + 2 * shape.kv + 2 * shape.mlp)
 

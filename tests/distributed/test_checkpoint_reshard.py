@@ -288,8 +288,9 @@ def spy_on_noise() -> list[float]:
     seen: list[float] = []
 
     def spy(std: float, shards: list[Tensor], stream: torch.Generator) -> None:
+        count = min(8, sum(shard.numel() for shard in shards))  # a rank's shards may be empty
         copy = torch.Generator().set_state(stream.get_state())
-        seen.extend(torch.empty(8).normal_(generator=copy).tolist())
+        seen.extend(torch.empty(count).normal_(generator=copy).tolist())
         ADD_NOISE(std, shards, stream)
 
     noise_module._add_noise = spy

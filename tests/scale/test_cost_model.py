@@ -21,7 +21,7 @@ from opacus.scale.shapes import block_on_meta, linears
 GB = 2**30
 # Cells that are predicted worse than 15%: file, mode, batch, tokens, and why.
 KNOWN_MISSES = {
-    # 212 ms on a quiet host, 303 ms (259 at best) on this one: the host was busy.
+    # 212 ms in the other call, 303 ms (259 at best) in this one: probably a busy host.
     ("2026-11-28_h200x2_one_pass_1b_second", "ghost_fsdp_bk", 16, 512),
 }
 

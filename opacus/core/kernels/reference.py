@@ -157,14 +157,14 @@ def table_norm_sq(rows: Tensor, samples: Tensor, values: Tensor, batch: int) -> 
     total = widen(values.new_zeros(batch))
     if values.numel() == 0:
         return total
-    slots, owners = _slots(rows, samples)
+    slots, owners = distinct_pairs(rows, samples)
     for part in values.split(max(1, CHUNK_ELEMENTS // len(rows)), dim=1):
         sums = widen(part.new_zeros(part.shape)).index_add_(0, slots, widen(part))
         total.index_add_(0, owners, sums.square().sum(1))
     return total
 
 
-def _slots(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+def distinct_pairs(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers the distinct pairs of sample and row.
 
     Returns:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from opacus.core.kernels.reference import widen
 
+# Columns of half-precision gradients that are widened at once, where there is no kernel.
+PART_ELEMENTS = 1 << 16
+
 
 def weighted_sum(
     grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None = None
@@ -43,9 +46,11 @@ def weighted_sum(
         rows = excluded.to(grads.device).view(-1, *[1] * (grads.dim() - 1))
         grads = grads.masked_fill(rows, 0.0)
     wide = widen(grads.new_empty(0)).dtype
-    flat = widen(grads).reshape(len(grads), -1)
-    total = factors.to(device=grads.device, dtype=wide) @ flat
-    return out.copy_(total.view(shape))
+    factors, flat = factors.to(device=grads.device, dtype=wide), grads.reshape(len(grads), -1)
+    if grads.dtype == wide:
+        return out.copy_((factors @ flat).view(shape))
+    parts = flat.split(PART_ELEMENTS, dim=1)  # so that little is held in the wide type
+    return out.copy_(torch.cat([(factors @ widen(p)).to(out.dtype) for p in parts]).view(shape))
 
 
 def can_batch(grads: Tensor, factors: Tensor) -> bool:
@@ -110,7 +115,8 @@ def weighted_sum_each(
             together.setdefault(dtype, []).append(place)
         else:
             rows = excluded[: len(grad)]
-            results[place] = weighted_sum(grad, factor[: len(grad)], rows).to(dtype)
+            out = grad.new_empty(grad.shape[1:], dtype=dtype)
+            results[place] = weighted_sum(grad, factor[: len(grad)], rows, out=out)
     for dtype, places in together.items():
         sizes = [grads[place][0].numel() for place in places]
         flat = torch.empty(1, sum(sizes), dtype=dtype, device=excluded.device)

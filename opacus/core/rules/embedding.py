@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import table_norm_sq, widen
+from opacus.core.kernels.reference import distinct_pairs, table_norm_sq, widen
 from opacus.core.rules.base import (
     LayerRule,
     Use,
@@ -156,10 +156,17 @@ def _samples(ids: Tensor) -> Tensor:
 def _per_sample(
     spec: LayerSpec, rows: Tensor, samples: Tensor, values: Tensor, batch: int
 ) -> Tensor:
-    """``[B, V, d]`` in at least fp32, since a row may be looked up often."""
+    """``[B, V, d]``; what is looked up often is summed in at least fp32."""
     table, d = spec.shapes["weight"]
-    grad = widen(values.new_zeros(batch * table, d))
-    grad.index_add_(0, samples * table + rows, widen(values))
+    places = samples * table + rows
+    grad = values.new_zeros(batch * table, d)
+    if widen(values.new_empty(0)).dtype == values.dtype:
+        grad.index_add_(0, places, values)
+    elif len(values):
+        # Only the lookups are held in the wide type, not the table.
+        slots, _ = distinct_pairs(places, torch.zeros_like(places))
+        sums = widen(values.new_zeros(values.shape)).index_add_(0, slots, widen(values))
+        grad.index_copy_(0, places, sums[slots].to(values.dtype))
     return grad.view(batch, table, d)
 
 
