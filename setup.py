@@ -43,7 +43,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["opacus", "opacus.*"]),
-    package_data={"opacus": ["py.typed"]},
+    package_data={"opacus": ["py.typed"], "opacus.scale": ["rates.json"]},
     install_requires=["torch>=2.11", "numpy>=1.26", "scipy>=1.11"],
     extras_require=EXTRAS,
 )
