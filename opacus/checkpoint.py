@@ -80,7 +80,7 @@ def load_training_state(
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
-        _load_noise_streams(optimizer, checkpoint.get(_NOISE))
+        _load_noise_streams(optimizer, checkpoint.get(_NOISE), steps=len(accountant))
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
             warnings.warn(
@@ -182,11 +182,20 @@ def _noise_streams(optimizer: DPOptimizer) -> dict[str, Any] | None:
     return {"world_size": layout.world_size, "ranks": states}
 
 
-def _load_noise_streams(optimizer: DPOptimizer, streams: dict[str, Any] | None) -> None:
-    # With another number of ranks the shards differ: new, independent streams are right.
+def _load_noise_streams(optimizer: DPOptimizer, streams: dict[str, Any] | None, steps: int) -> None:
+    """Continue the noise streams, or start new ones on another number of ranks.
+
+    New ones must differ from all that the run has had: a run that goes from 2 ranks to 4 and
+    back would otherwise draw its first noise again, if its generators are seeded.
+    """
     layout = optimizer._layout
-    if isinstance(layout, Sharded) and streams and streams["world_size"] == layout.world_size:
+    if not isinstance(layout, Sharded):
+        return
+    if streams and streams["world_size"] == layout.world_size:
         layout.streams.load_state_dict(streams["ranks"][layout.rank])
+    else:
+        device = optimizer.params[0].device
+        layout.streams.renew(f"{steps} steps, {layout.world_size} ranks", device)
 
 
 # --- noise multiplier and clipping norm ---

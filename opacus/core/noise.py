@@ -155,6 +155,11 @@ class ShardedNoise:
             self._numbers[key] = stream_of(tensor, self._meshes)
         return self._numbers[key]
 
+    def renew(self, label: str, device: torch.device) -> None:
+        """Start new streams, others for each ``label``; all ranks must call this."""
+        text = f"{self._base_seed(device)}: {label}".encode()
+        self.forget(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 2)
+
     def forget(self, base: int) -> None:
         """Start new streams from another base seed, equal on all ranks."""
         self._base = base

@@ -35,6 +35,9 @@ class GradientSink(Protocol):
     def finish(self) -> None:
         """All parameters have been put: set their ``grad``."""
 
+    def abandon(self) -> None:
+        """Drop what has been put since the latest :meth:`finish`, after an error."""
+
 
 class Terms:
     """The terms of one parameter's clipped sum, evaluated when there is room for it.
@@ -116,6 +119,10 @@ class LocalSink:
         for (name, _), total in zip(waiting, sums, strict=True):
             self._add(name, total)
 
+    def abandon(self) -> None:
+        """See :class:`GradientSink`."""
+        self._waiting, self._elements = [], 0
+
     def _add(self, name: str, total: Tensor) -> None:
         parameter = self.parameters[name]
         parameter.grad = total if parameter.grad is None else parameter.grad + total
@@ -151,6 +158,11 @@ class OnePass(Ghost):
         budget = self.held_budget
         self.planner.start(free_memory(losses.device) if budget is None else budget)
         super().norm_pass(losses, retain_graph)
+
+    def abandon(self) -> None:
+        """See :meth:`Ghost.abandon`."""
+        super().abandon()
+        self.sink.abandon()
 
     @timed(WEIGHTED_SUM)
     def sum_pass(

@@ -16,9 +16,10 @@ Note [No parameter gradients]
     trainable parameter still receives from autograd came past the taps.
 
 Note [Forward passes and generations]
-    The rows of one forward call belong together. If a second forward starts while
-    taps of the first still wait for their backward, both are of one generation:
-    their records describe the same batch rows (weight sharing across calls).
+    The rows of one forward call belong together. If a second forward starts while the
+    first still waits for its backward, both are of one generation: their records
+    describe the same batch rows (weight sharing across calls). Outputs that never get a
+    backward do not wait once that of others has begun.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Generation:
     """Forward passes over the same batch rows, with the taps that still wait."""
 
     uses: Counter[str] = field(default_factory=Counter)
+    begun: bool = False
     waiting: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
 
     def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
@@ -104,6 +106,7 @@ class Record:
         backprops: Gradient with respect to its output, batch first.
         rows: Largest number of rows the layer saw in this forward pass.
         reused: Whether the layer was used more than once in this generation.
+        forward_pass: The call of the model that it belongs to.
     """
 
     layer: Layer
@@ -113,6 +116,7 @@ class Record:
     rows: int
     reused: bool
     generation: Generation
+    forward_pass: ForwardPass | None = None
 
     @property
     def batch(self) -> int:
@@ -198,7 +202,7 @@ class Recorder:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.in_backward or not self.enabled:
             return
-        if not self._generation.waiting:
+        if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = _batch_of((args, kwargs), 0 if self.batch_first else 1)
         self._current = ForwardPass(self._generation, batch)
@@ -291,6 +295,7 @@ class Recorder:
         forward_pass, name = use.forward_pass, use.spec.name
         generation = forward_pass.generation
         generation.waiting.discard(use)
+        generation.begun = True
         with torch.no_grad():
             dim = self.batch_dim(use.layer, grads[0].dim())
             backprops = tuple(_to_front(g.detach(), dim) for g in grads)
@@ -303,6 +308,7 @@ class Recorder:
                     rows=max(forward_pass.rows.get(name, 0), backprops[0].shape[0]),
                     reused=generation.uses[name] > 1,
                     generation=generation,
+                    forward_pass=forward_pass,
                 )
             )
 

@@ -114,6 +114,10 @@ class ShardedSink:
         while self._flying:
             self._land(self._flying.pop(0))
 
+    def abandon(self) -> None:
+        """See :class:`~opacus.core.one_pass.GradientSink`."""
+        self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
+
     def _launch(self) -> None:
         waiting, self._waiting, self._elements = self._waiting, {}, 0
         bucket = _Bucket(list(waiting))

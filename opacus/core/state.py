@@ -83,7 +83,11 @@ class PrivacyParams:
     @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the summed gradient."""
+        return self.noise_std_at(self.sensitivity)
+
+    def noise_std_at(self, sensitivity: float) -> float:
+        """:attr:`noise_std` of a sum that was clipped with other norms than C."""
         multiplier = self.noise_multiplier
         if multiplier and self.count_noise_std is not None:
             multiplier = (multiplier**-2 - (2 * self.count_noise_std) ** -2) ** -0.5
-        return multiplier * self.sensitivity if multiplier else 0.0
+        return multiplier * sensitivity if multiplier else 0.0

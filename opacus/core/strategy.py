@@ -8,6 +8,7 @@ a first backward and forms only the clipped sum in a second one. ``OnePass``
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import is_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.recorder import Record, Recorder
+from opacus.core.recorder import ForwardPass, Record, Recorder
 
 
 class Phase(enum.Enum):
@@ -73,11 +74,16 @@ class Ghost:
         self.held_budget: int | None = None
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
+        # Forward passes in the running norm pass, and those in the clipped sum already.
+        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._summed: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
+            if record.forward_pass is not None:
+                self._passes.add(record.forward_pass)
             self.ledger.add(record)
 
     @timed(FIRST_BACKWARD)
@@ -85,8 +91,10 @@ class Ghost:
         """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
 
         Raises:
-            RuntimeError: A trainable parameter received a gradient past the taps.
+            RuntimeError: A trainable parameter received a gradient past the taps, or these
+                samples are in the clipped sum already.
         """
+        self._passes.clear()
         budget = self.budget_bytes
         if budget is None:
             budget = default_budget(losses.device)
@@ -100,6 +108,7 @@ class Ghost:
         with self._in(Phase.NORMS):
             losses.sum().backward(retain_graph=retain_graph or self.retains_graph)
         self._refuse_leaks(before)
+        self._refuse_repeats()
 
     def sum_pass(
         self,
@@ -117,6 +126,25 @@ class Ghost:
             retain_graph: Keep the graph for another backward pass.
         """
         raise NotImplementedError
+
+    def start_sum(self) -> None:
+        """The parameters' ``grad`` are not in use: no sample has been summed yet."""
+        self._summed.clear()
+
+    def finish_sum(self) -> None:
+        """The clipped sum of the latest norm pass is in the parameters' ``grad``."""
+        self._summed.update(self._passes)
+
+    def abandon(self) -> None:
+        """A sum pass failed: drop what it has left behind, and what it was added to."""
+        self.ledger = None
+        self.start_sum()
+        for layer in self.recorder.layers:
+            for parameter in layer.module._parameters.values():  # under FSDP2 unsharded ones
+                if parameter is not None:
+                    parameter.grad = None
+        for _, parameter in self.parameters:
+            parameter.grad = None
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
@@ -140,8 +168,18 @@ class Ghost:
             "(requires_grad_(False)). Nothing was added to the model"
         )
 
+    def _refuse_repeats(self) -> None:
+        if any(forward_pass in self._summed for forward_pass in self._passes):
+            raise RuntimeError(
+                "these samples have been clipped and summed already; a second backward() would let "
+                "each of them count twice. Add the losses of one forward pass and call backward() "
+                "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
+                "the model"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "ledger": None, "phase": Phase.IDLE}
+        fresh: dict[str, Any] = {"_passes": weakref.WeakSet(), "_summed": weakref.WeakSet()}
+        return {**self.__dict__, **fresh, "ledger": None, "phase": Phase.IDLE}
 
 
 class TwoPass(Ghost):

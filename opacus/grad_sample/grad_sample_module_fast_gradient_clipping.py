@@ -165,8 +165,12 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             )
         self._observed = self._observed_generation = None
         self._loss_scale = loss_scale
-        self._strategy.norm_pass(losses, retain_graph)
-        self.compute_all_norms_parallel()
+        try:
+            self._strategy.norm_pass(losses, retain_graph)
+            self.compute_all_norms_parallel()
+        except BaseException:
+            self._strategy.ledger = None  # what it holds may be much
+            raise
 
     def capture_backprops_hook(
         self,
@@ -277,10 +281,21 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             losses: ``[B]`` per-sample losses, those of :meth:`norm_pass`.
             clipped: What :meth:`clip` returned.
             retain_graph: Keep the graph for another backward pass.
+
+        An error in it leaves no gradient: that of earlier batches of the step is dropped too.
         """
         if isinstance(clipped, Clipped):
             clipped = (clipped.factors, clipped.excluded)
-        self._strategy.sum_pass(losses, *clipped, retain_graph=retain_graph)
+        try:
+            self._strategy.sum_pass(losses, *clipped, retain_graph=retain_graph)
+        except BaseException:
+            self._strategy.abandon()
+            raise
+        self._strategy.finish_sum()
+
+    def start_sum(self) -> None:
+        """The parameters' gradients are about to be formed anew: no sample is in them yet."""
+        self._strategy.start_sum()
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Say which parameter each of the per-layer clipping norms belongs to."""

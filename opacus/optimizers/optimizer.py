@@ -131,6 +131,7 @@ class DPOptimizer(Optimizer):
         self._scaled = ScaledStep()
         self._overflowed = False  # in any physical batch since the last real step
         self._skipped_samples: int | Tensor = 0
+        self._clipped_with = 0.0  # largest C of the batches in this step
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         # Step and state hooks of torch, without add_param_group on the shared groups.
@@ -325,6 +326,7 @@ class DPOptimizer(Optimizer):
         used = self._used_parameters()
         for parameter in used:
             _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
+        self._note_clipping_norm()
         samples = [self._get_flat_grad_sample(p) for p in used]
         check_rows(samples)
         clipped = self._clip(used, samples)
@@ -348,6 +350,10 @@ class DPOptimizer(Optimizer):
         norms = [norm_sq.sqrt().to(device) for norm_sq in sums_of_squares(samples)]
         return norms if scale == 1.0 else [norm / scale for norm in norms]
 
+    def _note_clipping_norm(self) -> None:
+        """C may change before the step (by a scheduler, say): the noise is for the largest."""
+        self._clipped_with = max(self._clipped_with, self._privacy.sensitivity)
+
     def _discard(self) -> None:
         """Use up the per-sample gradients of a batch that overflowed."""
         for parameter in self._used_parameters():
@@ -367,6 +373,8 @@ class DPOptimizer(Optimizer):
     def add_noise(self) -> None:
         """Write ``p.summed_grad`` plus noise to ``p.grad``.
 
+        The noise is scaled with the largest C that a batch in the sum was clipped with.
+
         Raises:
             ValueError: The sum was used in an earlier step already.
         """
@@ -375,12 +383,15 @@ class DPOptimizer(Optimizer):
             summed: Tensor | None = getattr(parameter, "summed_grad", None)
             sums.append(torch.zeros_like(parameter) if summed is None else summed)
         _check_processed_flag(sums)
+        self._note_clipping_norm()
+        std = self._privacy.noise_std_at(self._clipped_with)
         with torch.no_grad():
-            noised = self._layout.noised(self._privacy.noise_std, sums, self._overwrites_sums)
+            noised = self._layout.noised(std, sums, self._overwrites_sums)
             for parameter, grad in zip(parameters, noised, strict=True):
                 same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
                 parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
         _mark_as_processed(sums)
+        self._clipped_with = 0.0
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
@@ -444,6 +455,7 @@ class DPOptimizer(Optimizer):
         if self.step_hook:
             self.step_hook(self)
         self._overflowed = self._is_last_step_skipped = False
+        self._clipped_with = 0.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
@@ -482,6 +494,8 @@ class DPOptimizer(Optimizer):
             parameter.grad_sample = None  # type: ignore[attr-defined]
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
+        if not self._is_last_step_skipped:
+            self._clipped_with = 0.0
         self.original_optimizer.zero_grad(set_to_none)
 
     # --- physical and logical batches ---
@@ -499,6 +513,7 @@ class DPOptimizer(Optimizer):
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
+        self._clipped_with = 0.0
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
         self._loss_scale = loss_scale
         self._clipped_batches += 1
+        self._note_clipping_norm()
         if excluded and loss_scale is not None:
             # As autograd would have left them: the scaler looks for that, and backs off.
             for parameter in self.params:
@@ -101,6 +102,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def clip_and_accumulate(self) -> None:
         """Clipping happened in the backward pass; accumulate its result."""
+        self._note_clipping_norm()
         self.accumulate()
 
     def _get_flat_grad_sample(self, p: Tensor) -> Tensor:

@@ -83,9 +83,12 @@ class DPTensorFastGradientClipping(Tensor):
         Raises:
             ValueError: A second call before ``optimizer.step()`` where gradient
                 accumulation is forbidden (Poisson sampling).
-            RuntimeError: A trainable parameter was used past its layer.
+            RuntimeError: A trainable parameter was used past its layer, or a loss of the same
+                forward pass has been clipped in this step already.
         """
         self._check_accumulation()
+        if not self.optimizer._clipped_batches:
+            self.module.start_sum()
         scale = None if self.loss_scale is None else float(self.loss_scale)
         self.module.norm_pass(self.loss_per_sample, retain_graph, loss_scale=scale)
         self._norms_are_known(self.module.per_sample_gradient_norms)

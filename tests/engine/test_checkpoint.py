@@ -149,3 +149,26 @@ def test_a_changed_mechanism_is_said(tmp_path: Path) -> None:
         assert resume(noise_multiplier=4.0).noise_multiplier == 2.0
     with pytest.warns(UserWarning, match=r"max_grad_norm = 0\.5.*goes on with 0\.25"):
         assert resume(max_grad_norm=0.25).max_grad_norm == 0.25
+
+
+def first_noise(rank: int, world_size: int, folder: str, load: str, save: str) -> Tensor:
+    """The first noise that a resumed run draws, of all shards together."""
+    run = private("ghost_fsdp", FSDP2Wrapper(model()))
+    if load:
+        run[0].load_checkpoint(path=f"{folder}/{load}", module=run[1], optimizer=run[2])
+    steps(run, 1, 8 * rank)  # one more than the run before has counted
+    run[0].save_checkpoint(path=f"{folder}/{save}", module=run[1], optimizer=run[2])
+    reference = next(iter(run[2].params))
+    return run[2]._layout.noise(1.0, reference).full_tensor()
+
+
+def test_noise_never_starts_again_when_the_number_of_ranks_comes_back(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    first = run_distributed(first_noise, 2, folder, "", "a.pt")[0]
+    other = run_distributed(first_noise, 3, folder, "a.pt", "b.pt")[0]
+    back = run_distributed(first_noise, 2, folder, "b.pt", "c.pt")[0]
+    again = run_distributed(first_noise, 2, folder, "", "d.pt")[0]
+    assert torch.equal(first, again)  # the generators are seeded
+    for noise in (other, back):
+        assert not torch.isclose(noise, first).any()
+    assert not torch.isclose(back, other).any()
