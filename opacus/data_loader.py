@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -386,3 +387,17 @@ def _with_generator(sampler: Any, generator: torch.Generator | None) -> Any:
     switched = copy.copy(sampler)
     switched.generator = generator
     return switched
+
+
+def sample_rate_of(data_loader: DataLoader[Any]) -> float:
+    """Probability with which a sample is in a batch of ``data_loader``."""
+    rate = getattr(data_loader, "sample_rate", None)
+    return float(rate) if rate is not None else 1 / len(data_loader)
+
+
+def expected_batch_size(
+    data_loader: DataLoader[Any], sample_rate: float, distributed: bool
+) -> int | float:
+    """Expected number of samples of a batch on one rank."""
+    size = int(len(data_loader.dataset) * sample_rate + 1e-6)  # type: ignore[arg-type]
+    return size / dist.get_world_size() if distributed else size

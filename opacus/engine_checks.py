@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from opacus.core.agreement import describe, together
 from opacus.core.modes import MODES, Mode, mode_of
 from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
 )
@@ -128,6 +132,34 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
             f"the module is sharded by FSDP2, which grad_sample_mode must be made for: use one "
             f"of {modes}"
         )
+    if mode.parallelism == "tp" and isinstance(module, DistributedDataParallel | _OwnDDP):
+        raise ValueError(
+            "ghost_tp sums no gradients over replicas, so DistributedDataParallel's would drift "
+            "apart: use grad_sample_mode='ghost' with it"
+        )
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
     variables_set()
+
+
+def check_noise_source(noise_generator: torch.Generator | None, secure_mode: bool) -> None:
+    """Refuse predictable noise in secure mode.
+
+    Raises:
+        ValueError: Both a generator and secure mode were asked for.
+    """
+    if noise_generator is not None and secure_mode:
+        raise ValueError(
+            "noise_generator makes noise predictable, which secure mode rules out; leave it out"
+        )
+
+
+def warn_of_another_dataset(known: Dataset[Any] | None, data_loader: DataLoader[Any]) -> None:
+    """Epsilon is counted for one data set: warn if an engine that has one gets another."""
+    if known is not None and known is not data_loader.dataset:
+        warnings.warn(
+            f"this PrivacyEngine has accounted for another dataset object ({known}) and now gets "
+            f"{data_loader.dataset}. Epsilon is counted for one dataset: use an engine for each, "
+            "unless both objects hold the same samples",
+            stacklevel=4,
+        )

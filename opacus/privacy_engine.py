@@ -7,7 +7,6 @@ import warnings
 from typing import Any, BinaryIO, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,9 +17,21 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
 from opacus.core.modes import mode_of
 from opacus.core.sharded import is_fsdp
-from opacus.data_loader import DPDataLoader, matching_sample_rate, switch_generator
+from opacus.data_loader import (
+    DPDataLoader,
+    expected_batch_size,
+    matching_sample_rate,
+    sample_rate_of,
+    switch_generator,
+)
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.engine_checks import check_arguments, check_parallelism, on_all_ranks
+from opacus.engine_checks import (
+    check_arguments,
+    check_noise_source,
+    check_parallelism,
+    on_all_ranks,
+    warn_of_another_dataset,
+)
 from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
@@ -55,8 +66,7 @@ class PrivacyEngine:
         engine.get_epsilon(delta=1e-5)
     """
 
-    # Keywords of make_private that _prepare_criterion takes.
-    _criterion_keywords: ClassVar[frozenset[str]] = frozenset()
+    _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         self.accountant = create_accountant(mechanism=accountant)
@@ -107,8 +117,7 @@ class PrivacyEngine:
             clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
             noise_generator: Source of the noise; not with ``secure_mode``.
             grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...
-            wrap_model: Return a wrapper (``True``), or the hooks object, which leaves the
-                model's class alone.
+            wrap_model: Return a wrapper (``True``), or the hooks object.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
             data_layout: With FSDP2, whether ranks hold different samples (``"sharded"``, for
                 training) or the same ones (``"replicated"``, to compare with one process).
@@ -137,11 +146,7 @@ class PrivacyEngine:
             deferred_norm=kwargs.get("deferred_norm"),
             further_arguments=sorted(kwargs),
         ):
-            if noise_generator is not None and self.secure_mode:
-                raise ValueError(
-                    "noise_generator makes noise predictable, which secure mode rules out; leave "
-                    "it out"
-                )
+            check_noise_source(noise_generator, self.secure_mode)
             mode = check_arguments(
                 module=module,
                 optimizer=optimizer,
@@ -159,7 +164,7 @@ class PrivacyEngine:
                 secure_mode=self.secure_mode,
                 counts_samples=bool(self._criterion_keywords),
             )
-            self._check_dataset(data_loader)
+            warn_of_another_dataset(self.dataset, data_loader)
             self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
         distributed = is_fsdp(module) or isinstance(
             module, (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
@@ -192,14 +197,13 @@ class PrivacyEngine:
             if data_layout == "replicated":
                 private_loader = repeat_data_loader(private_loader)
             elif mode.parallelism == "fsdp":
-                ranks = private_module._ranks
-                follow_mesh(private_loader, ranks.index, ranks.count)
+                follow_mesh(private_loader, private_module._ranks)
             rate = sample_rate_of(private_loader)
             private_optimizer = self._prepare_optimizer(
                 optimizer=optimizer,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
-                expected_batch_size=_expected_batch_size(private_loader, rate, distributed),
+                expected_batch_size=expected_batch_size(private_loader, rate, distributed),
                 loss_reduction=loss_reduction,
                 distributed=distributed,
                 clipping=clipping,
@@ -250,9 +254,7 @@ class PrivacyEngine:
         Args:
             target_epsilon: Epsilon after ``epochs`` epochs; not exceeded.
             target_delta: Delta of the guarantee.
-            epochs: Number of epochs that will be trained.
-
-        See :meth:`make_private` for the other arguments, the result and the errors.
+            epochs: Number of epochs that will be trained. Others: see :meth:`make_private`.
         """
         if len(self.accountant) > 0:
             warnings.warn(
@@ -260,7 +262,7 @@ class PrivacyEngine:
                 "epochs alone, so the total will be larger",
                 stacklevel=2,
             )
-        self._check_dataset(data_loader)
+        warn_of_another_dataset(self.dataset, data_loader)
         rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
@@ -290,7 +292,7 @@ class PrivacyEngine:
         """Epsilon spent so far.
 
         Args:
-            delta: Delta of the guarantee, in (0, 1).
+            delta: Delta, in (0, 1).
         """
         return self.accountant.get_epsilon(delta)
 
@@ -317,18 +319,9 @@ class PrivacyEngine:
         Raises:
             UnsupportedModuleError: A layer has no replacement.
         """
-        module = ModuleValidator.fix(module)
-        ModuleValidator.validate(module, strict=True)
-        return module
-
-    def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
-        if self.dataset is not None and self.dataset is not data_loader.dataset:
-            warnings.warn(
-                "this PrivacyEngine has accounted for another dataset object "
-                f"({self.dataset}) and now gets {data_loader.dataset}. Epsilon is counted for one "
-                "dataset: use an engine for each, unless both objects hold the same samples",
-                stacklevel=3,
-            )
+        fixed = ModuleValidator.fix(module)
+        ModuleValidator.validate(fixed, strict=True)
+        return fixed
 
     # --- steps of make_private ---
 
@@ -449,21 +442,16 @@ class PrivacyEngine:
             path: File, or writable binary buffer.
             module: The private module, or its hooks object.
             optimizer: The private optimizer.
-            noise_scheduler: Noise scheduler.
-            grad_clip_scheduler: Scheduler of the clipping norm.
+            noise_scheduler, grad_clip_scheduler: Schedulers of sigma and of C.
             checkpoint_dict: Further entries, kept as they are.
-            module_state_dict_kwargs: Arguments of ``module.state_dict``.
-            torch_save_kwargs: Arguments of ``torch.save``.
+            module_state_dict_kwargs, torch_save_kwargs: For ``state_dict``, ``torch.save``.
         """
         save_training_state(
             path,
             accountant=self.accountant,
             module=module,
             optimizer=optimizer,
-            schedulers={
-                "noise_scheduler_state_dict": noise_scheduler,
-                "grad_clip_scheduler_state_dict": grad_clip_scheduler,
-            },
+            schedulers=_by_key(noise_scheduler, grad_clip_scheduler),
             extra=checkpoint_dict,
             state_dict_kwargs=module_state_dict_kwargs,
             save_kwargs=torch_save_kwargs,
@@ -486,10 +474,8 @@ class PrivacyEngine:
             path: File, or readable binary buffer.
             module: The private module, or its hooks object, or a plain model.
             optimizer: The private optimizer.
-            noise_scheduler: Noise scheduler.
-            grad_clip_scheduler: Scheduler of the clipping norm.
-            module_load_dict_kwargs: Arguments of ``module.load_state_dict``.
-            torch_load_kwargs: Arguments of ``torch.load``.
+            noise_scheduler, grad_clip_scheduler: Schedulers of sigma and of C.
+            module_load_dict_kwargs, torch_load_kwargs: For ``load_state_dict``, ``torch.load``.
 
         Returns:
             The whole checkpoint.
@@ -502,10 +488,7 @@ class PrivacyEngine:
             accountant=self.accountant,
             module=module,
             optimizer=optimizer,
-            schedulers={
-                "noise_scheduler_state_dict": noise_scheduler,
-                "grad_clip_scheduler_state_dict": grad_clip_scheduler,
-            },
+            schedulers=_by_key(noise_scheduler, grad_clip_scheduler),
             state_dict_kwargs=module_load_dict_kwargs,
             load_kwargs=torch_load_kwargs,
         )
@@ -514,14 +497,5 @@ class PrivacyEngine:
 _MODEL_KEYWORDS = {"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"}
 
 
-def sample_rate_of(data_loader: DataLoader[Any]) -> float:
-    """Probability with which a sample is in a batch of ``data_loader``."""
-    rate = getattr(data_loader, "sample_rate", None)
-    return float(rate) if rate is not None else 1 / len(data_loader)
-
-
-def _expected_batch_size(
-    data_loader: DataLoader[Any], sample_rate: float, distributed: bool
-) -> int | float:
-    size = int(len(data_loader.dataset) * sample_rate + 1e-6)  # type: ignore[arg-type]
-    return size / dist.get_world_size() if distributed else size
+def _by_key(noise: Any, clip: Any) -> dict[str, Any]:
+    return {"noise_scheduler_state_dict": noise, "grad_clip_scheduler_state_dict": clip}

@@ -66,7 +66,7 @@ class Terms:
         first = self.stored is None
         if self.stored is not None:
             rows = len(self.stored)
-            cut = self.stored.view(rows, *out.shape)
+            cut = self.stored.reshape(rows, *out.shape)  # a sampler may return a transpose
             weighted_sum(cut, self.factors[:rows], self.excluded[:rows], out=out)
         elif not self.later:
             out.zero_()

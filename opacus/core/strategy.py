@@ -8,7 +8,6 @@ a first backward and forms only the clipped sum in a second one. ``OnePass``
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,8 +74,8 @@ class Ghost:
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
-        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-        self._summed: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._passes: set[ForwardPass] = set()
+        self._summed: set[ForwardPass] = set()
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
@@ -169,7 +168,7 @@ class Ghost:
         )
 
     def _refuse_repeats(self) -> None:
-        if any(forward_pass in self._summed for forward_pass in self._passes):
+        if self._passes & self._summed:
             raise RuntimeError(
                 "these samples have been clipped and summed already; a second backward() would let "
                 "each of them count twice. Add the losses of one forward pass and call backward() "
@@ -178,7 +177,7 @@ class Ghost:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"_passes": weakref.WeakSet(), "_summed": weakref.WeakSet()}
+        fresh: dict[str, Any] = {"_passes": set(), "_summed": set()}
         return {**self.__dict__, **fresh, "ledger": None, "phase": Phase.IDLE}
 
 

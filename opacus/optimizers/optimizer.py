@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,7 +18,8 @@ from opacus.core.noise import gaussian
 from opacus.core.processed import is_processed, mark_processed
 from opacus.core.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
 from opacus.core.state import PrivacyParams
-from opacus.optimizers.utils import check_rows, params, weighted_sums
+from opacus.optimizers.utils import check_rows, weighted_sums
+from opacus.optimizers.wrapped import WrappedOptimizer
 
 UNCLEARED = (
     "the gradients of an earlier step are still there and would be released a second time: call "
@@ -56,7 +56,7 @@ def _generate_noise(
     return gaussian(std, reference, generator, secure_mode)
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(WrappedOptimizer):
     """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
 
     A step clips the per-sample gradients that the model's hooks left in
@@ -196,62 +196,6 @@ class DPOptimizer(Optimizer):
         """Number of samples left out so far because their gradients were not finite."""
         return int(self._skipped_samples)  # waits for the device only when it is asked for
 
-    # --- the wrapped optimizer ---
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Parameters that are updated and require gradients."""
-        return params(self)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups."""
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state."""
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.original_optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = value
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the hooks of the model do not know the new parameters.
-
-        Raises:
-            NotImplementedError: Always; it says what to do instead.
-        """
-        raise NotImplementedError(
-            "add_param_group() on a private optimizer would train parameters that nothing clips. "
-            "Add the group to the plain optimizer and call make_private again"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer."""
-        return self.original_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the wrapped optimizer."""
-        self.original_optimizer.load_state_dict(state_dict)
-
-    def __repr__(self) -> str:
-        return repr(self.original_optimizer)
-
     # --- per-sample gradients ---
 
     def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
@@ -390,7 +334,11 @@ class DPOptimizer(Optimizer):
             for parameter, grad in zip(parameters, noised, strict=True):
                 same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
                 parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
-        _mark_as_processed(sums)
+        if self._overwrites_sums:  # they are the gradients now, which autograd may add to
+            for parameter in parameters:
+                parameter.summed_grad = None  # type: ignore[attr-defined]
+        else:
+            _mark_as_processed(sums)
         self._clipped_with = 0.0
 
     def scale_grad(self) -> None:

@@ -84,7 +84,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _check_clipped(self) -> None:
         unclipped = self.expects_criterion and self._clipped_batches == 0
-        if unclipped or all(p.grad is None for p in self.params):
+        if unclipped or all(p.grad is None or is_processed(p.grad) for p in self.params):
             raise RuntimeError(
                 "step() found no clipped gradient: use the criterion that make_private returned "
                 "and call backward() on its loss. The backward() of an ordinary loss clips "

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from opacus.core.data_layout import check_data_layout
 from opacus.core.modes import Mode
+from opacus.core.ranks import ModelRanks
 from opacus.data_loader import loader_settings, switch_generator, wrap_collate_with_empty
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -119,20 +120,20 @@ def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     return switch_generator(data_loader=data_loader, generator=generator)
 
 
-def follow_mesh(data_loader: DataLoader[Any], rank: int, num_replicas: int) -> None:
+def follow_mesh(data_loader: DataLoader[Any], ranks: ModelRanks) -> None:
     """Makes a loader of ours deal to the ranks of the data axes, if these are not all ranks.
 
     Ranks along a tensor-parallel axis then draw the same samples. Must be called on all ranks.
 
     Args:
         data_loader: its sampler is changed.
-        rank: place of this rank along the data axes.
-        num_replicas: their number of ranks.
+        ranks: places along the data axes.
 
     Raises:
         ValueError: if the sampler draws what ranks cannot share (`secure_mode`).
     """
     sampler: Any = data_loader.batch_sampler
+    rank, num_replicas = ranks.index, ranks.count
     if num_replicas == dist.get_world_size():
         return
     if isinstance(sampler, DistributedUniformWithReplacementSampler):

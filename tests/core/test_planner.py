@@ -112,7 +112,7 @@ def test_either_choice_gives_the_oracles_sum(
     model = Mixed().double()
     x, y = torch.randint(0, 11, (5, 7)), torch.randint(0, 11, (5,))
     want = oracle(copy.deepcopy(model), x, y, 0.3)
-    private, optimizer, loss_fn, _ = PrivacyEngine().make_private(
+    private, _, loss_fn, _ = PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=5),

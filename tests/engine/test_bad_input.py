@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import deferred_from_environment
 from opacus.validators.errors import UnsupportedModuleError
 
@@ -154,3 +156,15 @@ def test_second_backward_under_poisson_sampling_is_refused() -> None:
         loss_fn(out[0](x), y).backward()
         with pytest.raises(ValueError, match="Poisson"):
             loss_fn(out[0](x), y).backward()
+
+
+def test_tensor_parallel_mode_refuses_replicas() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DifferentiallyPrivateDistributedDataParallel(nn.Linear(3, 2))
+        given = arguments(grad_sample_mode="ghost_tp")
+        given |= {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        with pytest.raises(ValueError, match="ghost_tp sums no gradients over replicas"):
+            PrivacyEngine().make_private(**given)
+    finally:
+        dist.destroy_process_group()

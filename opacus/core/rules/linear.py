@@ -83,9 +83,12 @@ class TransposedLinearRule(LinearRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        grads = super().per_sample_grad(spec, activations, backprops)
-        if "weight" in grads:
-            grads["weight"] = grads["weight"].transpose(1, 2)
+        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        grads = {}
+        if "weight" in spec.params:
+            grads["weight"] = _products(x, g)
+        if "bias" in spec.params:
+            grads["bias"] = g.sum(1)
         return grads
 
     def weighted_grad(
@@ -97,8 +100,8 @@ class TransposedLinearRule(LinearRule):
         return grads
 
 
-def _products(backprops: Tensor, activations: Tensor) -> Tensor:
-    """``G_i^T A_i`` for each sample, ``[B, p, d]``."""
-    if len(backprops) == 1:  # a plain product starts sooner than a batched one
-        return torch.mm(backprops[0].t(), activations[0]).unsqueeze(0)
-    return torch.bmm(backprops.transpose(1, 2), activations)
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """``L_i^T R_i`` of each sample's ``[T, p]`` and ``[T, d]``: ``[B, p, d]``."""
+    if len(left) == 1:  # a plain product starts sooner than a batched one
+        return torch.mm(left[0].t(), right[0]).unsqueeze(0)
+    return torch.bmm(left.transpose(1, 2), right)

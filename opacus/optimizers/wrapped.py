@@ -1,0 +1,71 @@
+"""What a private optimizer passes on to the optimizer that it wraps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus.optimizers.utils import params
+
+
+class WrappedOptimizer(Optimizer):
+    """An optimizer whose parameters, state and groups are those of ``original_optimizer``."""
+
+    original_optimizer: Optimizer
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters that are updated and require gradients."""
+        return params(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.original_optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the hooks of the model do not know the new parameters.
+
+        Raises:
+            NotImplementedError: Always; it says what to do instead.
+        """
+        raise NotImplementedError(
+            "add_param_group() on a private optimizer would train parameters that nothing clips. "
+            "Add the group to the plain optimizer and call make_private again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the wrapped optimizer."""
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the wrapped optimizer."""
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return repr(self.original_optimizer)
