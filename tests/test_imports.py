@@ -26,7 +26,7 @@ ALLOWED = {
     "grad_sample": {"core", "layers", "utils"},
     "optimizers": {"core"},
     "checkpoint": {"core", "grad_sample", "optimizers"},
-    "engine_checks": {"core", "grad_sample", "optimizers"},
+    "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
     "lightning": {"data_loader"},
     "scale": {"core"},
 }
