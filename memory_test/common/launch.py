@@ -10,13 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory_test.common.failures import Failure, UsageError, describe_exit
+from memory_test.common.failures import (
+    EXIT_FAILED,
+    Failure,
+    UsageError,
+    describe,
+    describe_exit,
+)
 
 STORE_VARIABLE = "MEMORY_TEST_STORE"
 REPORTS_VARIABLE = "MEMORY_TEST_REPORTS"
@@ -151,6 +157,55 @@ def report_failure(failure: Failure) -> bool:
     partial.write_text(json.dumps(asdict(failure)))
     partial.replace(partial.with_suffix(".json"))
     return True
+
+
+def run_test(
+    device: str,
+    timeout: float | None,
+    test: Callable[[Runtime], bool],
+    verdict: Callable[[bool], str],
+) -> int:
+    """Run a test in this process; rank 0 says how it ended.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        timeout: Seconds until collectives give up.
+        test: Whether it passed.
+        verdict: What rank 0 prints.
+
+    Returns:
+        The exit status.
+    """
+    rank = 0
+    try:
+        with joined(device, timeout) as runtime:
+            rank = runtime.rank
+            passed = test(runtime)
+            if runtime.is_main:
+                print(verdict(passed), flush=True)
+        return 0 if passed else EXIT_FAILED
+    except Exception as error:
+        failure = describe(error, rank)
+        if not report_failure(failure) or failure.kind != "usage":
+            print(failure.details or failure.error, file=sys.stderr)
+        return failure.exit_code
+
+
+def run_in_processes(
+    script: str, arguments: Sequence[str], count: int, timeout: float | None
+) -> int:
+    """Run a script again in ``count`` processes that know of each other; the exit status."""
+    command = [sys.executable, str(Path(script).resolve()), *arguments]
+    return exit_status(run_processes(command, count, timeout=timeout))
+
+
+def exit_status(failure: Failure | None) -> int:
+    """Say what failed, unless the processes have; the exit status."""
+    if failure is None:
+        return 0
+    if failure.details or failure.kind != "error":
+        print(f"{failure.kind.replace('_', ' ')}: {failure.error}", file=sys.stderr)
+    return failure.exit_code
 
 
 def run_processes(

@@ -22,15 +22,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.common.failures import EXIT_FAILED, UsageError, describe
+from memory_test.common.failures import UsageError, describe
 from memory_test.common.launch import (
     Runtime,
     count_processes,
+    exit_status,
     is_started,
-    joined,
     leave,
-    report_failure,
-    run_processes,
+    run_in_processes,
+    run_test,
 )
 from memory_test.common.results import prepare_folder, write_json
 
@@ -81,19 +81,16 @@ def benchmark(args: argparse.Namespace, runtime: Runtime) -> bool:
 
 def work(args: argparse.Namespace) -> int:
     """One process."""
-    rank = 0
-    try:
-        with joined(args.device, args.timeout) as runtime:
-            rank = runtime.rank
-            right = benchmark(args, runtime)
-            if runtime.is_main and not right:
-                print("the norms of the layouts differ from those of one rank", file=sys.stderr)
-        return 0 if right else EXIT_FAILED
-    except Exception as error:
-        failure = describe(error, rank)
-        if not report_failure(failure) or failure.kind != "usage":
-            print(failure.details or failure.error, file=sys.stderr)
-        return failure.exit_code
+    return run_test(
+        args.device,
+        args.timeout,
+        lambda runtime: benchmark(args, runtime),
+        lambda right: (
+            "the norms of the layouts are those of one rank"
+            if right
+            else "the norms of the layouts DIFFER from those of one rank"
+        ),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,15 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return work(args)
         count = count_processes(args.num_processes, args.device, spread=True)
         given = sys.argv[1:] if argv is None else argv
-        command = [sys.executable, str(Path(__file__).resolve()), *given]
-        failure = run_processes(command, count, timeout=args.timeout)
+        return run_in_processes(__file__, given, count, args.timeout)
     except UsageError as error:
-        failure = describe(error)
-    if failure is None:
-        return 0
-    if failure.kind != "error":
-        print(f"{failure.kind.replace('_', ' ')}: {failure.error}", file=sys.stderr)
-    return failure.exit_code
+        return exit_status(describe(error))
 
 
 if __name__ == "__main__":

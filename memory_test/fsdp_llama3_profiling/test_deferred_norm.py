@@ -24,15 +24,15 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.common.failures import EXIT_FAILED, UsageError, describe
+from memory_test.common.failures import UsageError, describe
 from memory_test.common.launch import (
     Runtime,
     count_processes,
+    exit_status,
     is_started,
-    joined,
     leave,
-    report_failure,
-    run_processes,
+    run_in_processes,
+    run_test,
 )
 from memory_test.common.reference import check_folder
 from memory_test.common.results import prepare_folder, write_json
@@ -192,22 +192,14 @@ def _default_mode() -> str:
 
 def work(args: argparse.Namespace) -> int:
     """One process: test, and say on rank 0 whether it passed."""
-    rank, name, args.remark = 0, args.mode.upper(), ""
-    try:
-        with joined(args.device, args.timeout) as runtime:
-            rank = runtime.rank
-            fine = {"correctness": correctness, "performance": performance}[args.mode](
-                args, runtime
-            )
-            if runtime.is_main:
-                verdict = f"✓ {name} TEST PASSED!{args.remark}" if fine else f"✗ {name} TEST FAILED"
-                print(verdict, flush=True)
-        return 0 if fine else EXIT_FAILED
-    except Exception as error:
-        failure = describe(error, rank)
-        if not report_failure(failure) or failure.kind != "usage":
-            print(failure.details or failure.error, file=sys.stderr)
-        return failure.exit_code
+    name, args.remark = args.mode.upper(), ""
+    test = {"correctness": correctness, "performance": performance}[args.mode]
+    return run_test(
+        args.device,
+        args.timeout,
+        lambda runtime: test(args, runtime),
+        lambda passed: f"✓ {name} TEST PASSED!{args.remark}" if passed else f"✗ {name} TEST FAILED",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,15 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = "cpu" if args.device == "auto" and not enough else args.device
         count = count_processes(RANKS, device, spread=True)
         arguments = [*(sys.argv[1:] if argv is None else argv), "--device", device]
-        command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-        failure = run_processes(command, count, timeout=args.timeout)
+        return run_in_processes(__file__, arguments, count, args.timeout)
     except UsageError as error:
-        failure = describe(error)
-    if failure is None:
-        return 0
-    if failure.details or failure.kind != "error":
-        print(f"{failure.kind.replace('_', ' ')}: {failure.error}", file=sys.stderr)
-    return failure.exit_code
+        return exit_status(describe(error))
 
 
 if __name__ == "__main__":
