@@ -119,6 +119,17 @@ class OwnParameters(nn.Module):
         return self.head(torch.sin(self.inner(x) * self.scale) + self.shift)
 
 
+class Transposed(nn.Module):
+    """A custom linear layer with its weight ``[d, p]``: its per-sample gradients are transposes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t())
+
+
 class Channels(nn.Module):
     """A small convolutional network."""
 
@@ -169,6 +180,9 @@ PROBLEMS: dict[str, Problem] = {
     "checkpoint_reentrant": _vector_problem(lambda: Checkpointed(reentrant=True)),
     "reused": _vector_problem(Reused),
     "own_parameters": _vector_problem(OwnParameters),
+    "transposed": _vector_problem(
+        lambda: nn.Sequential(Transposed(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    ),
     "channels": Problem(Channels, lambda n: torch.randn(n, 2, 6, 6), _classes),
     "language": _token_problem(lambda: LanguageModel(tied=False)),
     "language_tied": _token_problem(lambda: LanguageModel(tied=True)),

@@ -12,6 +12,7 @@ from opacus.accountants.history import (
     check_entry,
     check_noise_multiplier,
     check_sample_rate,
+    rate_of_step,
 )
 
 
@@ -90,7 +91,7 @@ class IAccountant(abc.ABC):
         def record_step(optimizer: Any) -> None:
             self.step(
                 noise_multiplier=optimizer.noise_multiplier,
-                sample_rate=rate_of_one_batch * optimizer.accumulated_iterations,
+                sample_rate=rate_of_step(rate_of_one_batch, optimizer.accumulated_iterations),
             )
 
         return record_step

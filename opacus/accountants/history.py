@@ -48,6 +48,18 @@ def check_sample_rate(value: Any) -> float:
     return min(number, 1.0)
 
 
+def rate_of_step(rate_of_batch: float, batches: int) -> float:
+    """Returns the sample rate of a step over `batches` batches, or raises if it cannot be one."""
+    rate = rate_of_batch * batches
+    if batches > 1 and rate > 1.0 + _RATE_ROUNDING:
+        raise ValueError(
+            f"{batches} batches of sample rate {rate_of_batch} went into one step, so some samples "
+            f"are in it more than once, and its sample_rate would be {rate}. Call step() after "
+            "each backward(); add several losses of the same samples before one backward()"
+        )
+    return rate
+
+
 def check_steps(value: Any) -> int:
     """Returns `value` as an int, or raises unless it is a whole number of at least 0."""
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())

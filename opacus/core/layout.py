@@ -28,6 +28,9 @@ from opacus.core.noise import ShardedNoise, gaussian
 from opacus.core.profiling import REDUCTION, timed
 from opacus.core.sharded import is_dtensor, is_fsdp
 
+# Elements of half-precision sums that get their noise at once.
+PIECE = 1 << 24
+
 
 class Single:
     """One process."""
@@ -55,6 +58,15 @@ class Single:
         return (self._with_noise(std, total, in_place) for total in sums)
 
     def _with_noise(self, std: float, total: Tensor, in_place: bool) -> Tensor:
+        half = total.dtype in (torch.float16, torch.bfloat16)
+        if half and total.is_contiguous() and not is_dtensor(total):
+            # A piece at a time: noise is drawn in fp32, twice as wide.
+            out = total if in_place else torch.empty_like(total)
+            pieces = zip(total.view(-1).split(PIECE), out.view(-1).split(PIECE), strict=True)
+            for piece, place in pieces:
+                noise = self.noise(std, piece)
+                place.copy_(piece if noise is None else noise.add_(piece))
+            return out
         noise = self.noise(std, total)
         if noise is None:
             return total if in_place else total.clone()

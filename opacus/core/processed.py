@@ -14,3 +14,8 @@ def mark_processed(tensor: Tensor) -> None:
 def is_processed(tensor: Tensor) -> bool:
     """Whether ``tensor`` was used in a step and has not been modified since."""
     return getattr(tensor, "_processed_version", None) == tensor._version
+
+
+def was_processed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was used in a step, whatever has been done to it since."""
+    return getattr(tensor, "_processed", False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opacus.core.clipping import rounded_down
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
-from opacus.core.processed import is_processed
+from opacus.core.processed import was_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.recorder import ForwardPass, Record, Recorder
 
@@ -101,8 +101,8 @@ class Ghost:
             losses.shape[0], deferred=self.deferred, budget_bytes=budget, planner=self.planner
         )
         for _, parameter in self.parameters:
-            if parameter.grad is not None and is_processed(parameter.grad):
-                parameter.grad = None  # a step has used it; nothing is added to it
+            if parameter.grad is not None and was_processed(parameter.grad):
+                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         before = {name: _fingerprint(p) for name, p in self.parameters}
         with self._in(Phase.NORMS):
             losses.sum().backward(retain_graph=retain_graph or self.retains_graph)

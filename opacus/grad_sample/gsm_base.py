@@ -103,7 +103,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
             RuntimeError: What the module raised; for an empty batch it says what to change.
         """
         try:
-            return self._module(*args, **kwargs)
+            return self._run(*args, **kwargs)
         except RuntimeError as error:
             if "tensor of 0 elements" not in str(error):
                 raise
@@ -111,6 +111,9 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
                 f"the model fails on an empty batch, which Poisson sampling may draw: {error}. In "
                 "its forward write x.flatten(1) instead of x.view(len(x), -1)"
             ) from error
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
 
     def __getattr__(self, item: str) -> Any:
         try:

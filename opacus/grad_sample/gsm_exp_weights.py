@@ -32,6 +32,9 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients."""
+        return super().forward(x, *args, **kwargs)
+
+    def _run(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._module(x, *args, **kwargs)
         if x.shape[0] == 0:  # torch refuses what Poisson sampling may draw

@@ -46,4 +46,4 @@ class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
-        return self._module(x, *args, **kwargs)
+        return super().forward(x, *args, **kwargs)

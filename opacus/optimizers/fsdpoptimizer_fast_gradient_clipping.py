@@ -21,6 +21,7 @@ class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
     """
 
     _layout_class = Sharded
+    _overwrites_sums = True
 
     def _set_up(self) -> None:
         super()._set_up()

@@ -213,7 +213,8 @@ class DPOptimizer(WrappedOptimizer):
         if grad_sample is None:
             raise ValueError(
                 f"Per sample gradient is not initialized for a parameter of shape "
-                f"{tuple(p.shape)}. Not updated in backward pass?"
+                f"{tuple(p.shape)}. Not updated in backward pass? Call backward() on a loss of the "
+                "private model, in train mode, before each step()"
             )
         if isinstance(grad_sample, Tensor):
             return grad_sample
@@ -251,8 +252,6 @@ class DPOptimizer(WrappedOptimizer):
             ValueError: No parameter has any, or one was used but not recorded.
         """
         used = [p for p in self.params if getattr(p, "grad_sample", None) is not None]
-        if not used and self.params:
-            self._get_flat_grad_sample(self.params[0])
         for parameter in self.params:
             missing = getattr(parameter, "grad_sample", None) is None
             grad = parameter.grad
@@ -260,8 +259,11 @@ class DPOptimizer(WrappedOptimizer):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient but no "
                     "per-sample gradients, so it cannot be clipped: it was used outside its "
-                    "layer's forward or in eval mode. Use it through its own layer, or freeze it"
+                    "layer's forward or in eval mode. Use it through its own layer, in train mode, or "
+                    "freeze it"
                 )
+        if not used and self.params:
+            self._get_flat_grad_sample(self.params[0])
         return used
 
     @timed(CLIP_AND_SUM)
@@ -273,6 +275,8 @@ class DPOptimizer(WrappedOptimizer):
         self._note_clipping_norm()
         samples = [self._get_flat_grad_sample(p) for p in used]
         check_rows(samples)
+        for parameter in used:
+            parameter.grad = None  # autograd's own, not clipped: of no use from here on
         clipped = self._clip(used, samples)
         scale = self._scaled.scale
         for parameter, total in zip(used, weighted_sums(clipped, samples), strict=True):
@@ -358,6 +362,7 @@ class DPOptimizer(WrappedOptimizer):
             its logical batch, and after an overflow that ``GradScaler`` found in any of
             them (on any rank).
         """
+        self._drop_frozen()
         if not self.params:
             return True
         self._take_batch()
@@ -374,6 +379,16 @@ class DPOptimizer(WrappedOptimizer):
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
+
+    def _drop_frozen(self) -> None:
+        """What was frozen after the backward pass gets no noise, so it must not be updated."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.requires_grad:
+                continue
+            parameter.grad = None
+            for name in ("summed_grad", "grad_sample"):
+                if getattr(parameter, name, None) is not None:
+                    setattr(parameter, name, None)
 
     def _take_batch(self) -> None:
         """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""

@@ -19,12 +19,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     Arguments are those of :class:`DPOptimizer`.
     """
 
-    _overwrites_sums = True
-
     def _set_up(self) -> None:
         super()._set_up()
         if self._privacy.max_grad_norms is not None:
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
+        self._known = [p for group in self.param_groups for p in group["params"]]
         self.expects_criterion = False
         self._clipped_batches = 0
         self._accumulated = 1
@@ -64,6 +63,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             RuntimeError: No clipped gradient has been formed since the last step.
         """
         self._check_clipped()
+        self._check_known()
         scale = 1.0 if self._scaled.divided else self._scaled.scale
         for parameter in self.params:
             grad, parameter.grad = parameter.grad, None
@@ -92,6 +92,17 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             )
         if (self._loss_scale or 1.0) != self._scaled.scale:
             self._refuse_scale(f"step() divides by {self._scaled.scale}, but gradients have")
+
+    def _check_known(self) -> None:
+        """Refuse parameters that joined ``original_optimizer`` later: nothing clips them."""
+        known = {id(parameter) for parameter in self._known}
+        new = [p for p in self.params if id(p) not in known and p.grad is not None]
+        if new:
+            raise RuntimeError(
+                f"{len(new)} parameters (shapes {[tuple(p.shape) for p in new[:4]]}) were added to "
+                "the optimizer after make_private, so their gradients are "
+                "not clipped. Call make_private again, with a new optimizer"
+            )
 
     def _refuse_scale(self, what: str) -> None:
         """A gradient that is not divided by its own scale has another sensitivity than C."""

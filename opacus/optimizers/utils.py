@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.clipping import Clipped
+from opacus.core.kernels.reference import widen
 from opacus.core.kernels.weighted_sum import weighted_sum_each
 
 
@@ -55,7 +56,9 @@ def check_rows(samples: list[Tensor]) -> None:
 def weighted_sums(clipped: Sequence[Clipped], samples: Sequence[Tensor]) -> list[Tensor]:
     """``sum_i factors[i] * samples[k][i]`` for each parameter k, on its device.
 
-    Excluded rows contribute nothing, NaN or not. On a GPU all sums are formed together,
+    In at least fp32: a sum of many samples that is rounded to half precision before it
+    gets its noise changes by more than C with one of them. Excluded rows contribute
+    nothing, NaN or not. On a GPU all sums are formed together,
     without waiting for the device.
     """
     sums: dict[int, Tensor] = {}
@@ -65,7 +68,7 @@ def weighted_sums(clipped: Sequence[Clipped], samples: Sequence[Tensor]) -> list
             [samples[k] for k in places],
             [clipped[k].factors.to(device) for k in places],
             clipped[places[0]].excluded.to(device),
-            [samples[k].dtype for k in places],
+            [widen(samples[k].new_empty(0)).dtype for k in places],
         )
         sums |= dict(zip(places, formed, strict=True))
     return [sums[k] for k in range(len(samples))]

@@ -107,7 +107,8 @@ class DPTensorFastGradientClipping(Tensor):
                 "Poisson sampling is not compatible with grad accumulation. Call "
                 "optimizer.step() and optimizer.zero_grad() after every backward pass (with "
                 "accelerate or Trainer, set gradient_accumulation_steps=1), or use "
-                "BatchMemoryManager to simulate large batches"
+                "BatchMemoryManager to simulate large batches. Several losses of the same "
+                "samples are added up before one backward()"
             )
 
     # --- like a tensor ---

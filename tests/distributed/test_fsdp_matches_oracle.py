@@ -183,7 +183,9 @@ def cases_of(world_size: int) -> list[Case]:
         cases += [Case("checkpoint", "fsdp", mode, uneven, d) for d in both]
         for how in ("fsdp_leaves", "fsdp_root"):
             cases += [Case("language", how, mode, uneven, d, "sum") for d in both]
-        for name in ("reused", "own_parameters", "in_place", "frozen", "channels"):
+        for name in (
+            "reused", "own_parameters", "transposed", "in_place", "frozen", "channels",
+        ):  # fmt: skip
             cases += [Case(name, "fsdp", mode, uneven, True)]
         cases += [Case("checkpoint_reentrant", "fsdp", mode, uneven)]
         cases += [Case("language", "fsdp", mode, (1, 7), d, parts=3) for d in both]

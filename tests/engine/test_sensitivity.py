@@ -64,6 +64,27 @@ def test_one_sample_changes_the_sum_by_at_most_c(
     assert 0.9 * C < worst <= C * (1 + bound)
 
 
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
+def test_one_of_many_samples_changes_the_sum_by_at_most_c(dtype: torch.dtype, bound: float) -> None:
+    # All gradients point the same way, so that the sum is large; rounded to bf16 before it
+    # gets its noise it would change by 1.7 C.
+    rows = 512
+    torch.manual_seed(0)
+    inputs = (torch.randn(1, 64) + 0.1 * torch.randn(rows, 64)).mul(10).to(dtype)
+    targets = torch.zeros(rows, dtype=torch.long)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(dtype)
+    wrapped, optimizer = make(model, "hooks")[:2]
+    sums = []
+    for first in (0, 1):
+        optimizer.zero_grad()
+        output = wrapped(inputs[first:])
+        nn.functional.cross_entropy(output, targets[first:], reduction="sum").backward()
+        optimizer.step()
+        sums.append(model[0].weight.summed_grad.double())
+    assert sums[0].norm() > 0.9 * rows * C
+    assert 0.9 * C < (sums[0] - sums[1]).norm() <= C * (1 + bound)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_per_layer_clipping_equals_oracle(mode: str) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)

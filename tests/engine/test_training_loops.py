@@ -34,14 +34,18 @@ def gradients(run: tuple[Any, Any, Any], clear: str, model: nn.Module) -> list[t
         grads = [p.grad.clone() for p in trainable(model)]
         if clear == "model":
             model.zero_grad()
+        elif clear == "changed":  # after the step, say by a logger; then cleared
+            for p in trainable(model):
+                p.grad.mul_(2.0)
+            model.zero_grad(set_to_none=True)
         elif clear == "none":
             optimizer.zero_grad(set_to_none=True)
     return grads
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-@pytest.mark.parametrize("clear", ["before", "between", "model", "none"])
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("clear", ["before", "between", "model", "changed", "none"])
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost", "ghost_bk", "flash", "flash_bk"])
 def test_gradients_may_be_cleared_anywhere(mode: str, clear: str, wrapped: bool) -> None:
     want, norms = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
     assert (norms > 0.5).any()

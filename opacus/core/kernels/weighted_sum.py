@@ -49,8 +49,11 @@ def weighted_sum(
     factors, flat = factors.to(device=grads.device, dtype=wide), grads.reshape(len(grads), -1)
     if grads.dtype == wide:
         return out.copy_((factors @ flat).view(shape))
-    parts = flat.split(PART_ELEMENTS, dim=1)  # so that little is held in the wide type
-    return out.copy_(torch.cat([(factors @ widen(p)).to(out.dtype) for p in parts]).view(shape))
+    target = out if out.is_contiguous() else torch.empty(shape, dtype=out.dtype, device=out.device)
+    pieces = zip(flat.split(PART_ELEMENTS, 1), target.view(-1).split(PART_ELEMENTS), strict=True)
+    for part, place in pieces:  # so that little is held in the wide type
+        place.copy_(factors @ widen(part))
+    return out if target is out else out.copy_(target)
 
 
 def can_batch(grads: Tensor, factors: Tensor) -> bool:
