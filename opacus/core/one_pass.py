@@ -239,7 +239,7 @@ class _KeptSums:
         backprops = scaled_rows(backprops, factors[:rows].to(backprops.device), excluded)
         activations = self._finite(record, excluded)
         spec = replace(record.spec, params=names)
-        return record.layer.rule.weighted_grad(spec, activations, backprops, None)
+        return record.layer.rule.wide_sum(spec, activations, backprops)
 
     def _finite(self, record: Record, excluded: Tensor) -> Any:
         """Activations whose excluded rows are zero; layers in a row often share them."""

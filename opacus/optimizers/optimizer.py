@@ -259,8 +259,8 @@ class DPOptimizer(WrappedOptimizer):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient but no "
                     "per-sample gradients, so it cannot be clipped: it was used outside its "
-                    "layer's forward or in eval mode. Use it through its own layer, in train mode, or "
-                    "freeze it"
+                    "layer's forward or in eval mode. Use it through its own layer and in train "
+                    "mode, or freeze it"
                 )
         if not used and self.params:
             self._get_flat_grad_sample(self.params[0])
@@ -275,8 +275,6 @@ class DPOptimizer(WrappedOptimizer):
         self._note_clipping_norm()
         samples = [self._get_flat_grad_sample(p) for p in used]
         check_rows(samples)
-        for parameter in used:
-            parameter.grad = None  # autograd's own, not clipped: of no use from here on
         clipped = self._clip(used, samples)
         scale = self._scaled.scale
         for parameter, total in zip(used, weighted_sums(clipped, samples), strict=True):

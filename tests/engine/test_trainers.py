@@ -191,7 +191,8 @@ def test_lightning(mode: str, precision: str) -> None:
     assert_close([p.grad for p in trainable(model)], [w / B for w in want], 2e-2 if half else 1e-5)
 
 
-def test_a_view_that_an_empty_batch_does_not_allow() -> None:
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "no_op", "ghost", "ghost_bk"])
+def test_a_view_that_an_empty_batch_does_not_allow(mode: str) -> None:
     class Flattening(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +205,7 @@ def test_a_view_that_an_empty_batch_does_not_allow() -> None:
     data = DataLoader(TensorDataset(torch.randn(8, 2, 3), torch.zeros(8)), batch_size=4)
     out = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data,
-        noise_multiplier=1.0, max_grad_norm=1.0,
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode,
     )  # fmt: skip
     assert F.relu(out[0](torch.randn(2, 2, 3))).shape == (2, 3)
     with pytest.raises(RuntimeError, match=r"empty batch.*flatten\(1\)"):

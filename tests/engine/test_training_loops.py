@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from opacus import PrivacyEngine
 from tests.engine.test_modes_match_oracle import B, assert_close, oracle, private, trainable
-from tests.problems import PROBLEMS
+from tests.problems import PROBLEMS, build
 
 
 def gradients(run: tuple[Any, Any, Any], clear: str, model: nn.Module) -> list[torch.Tensor]:
@@ -63,6 +65,44 @@ def test_gradients_never_cleared() -> None:
     want, _ = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
     run = private("mlp", "ghost", 0.5)
     assert_close(gradients(run, "never", run[0]._module), [w / B for w in want])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost", "ghost_bk", "flash", "flash_bk"])
+def test_backward_in_eval_mode_is_for_the_inputs_alone(mode: str) -> None:
+    """Saliency works; a step on it is refused with the reason, and the next one is right."""
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    model, optimizer, loss_fn = private("mlp", mode, 0.5)
+    model.eval()
+    inputs.requires_grad_()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    assert inputs.grad is not None and bool(inputs.grad.any())
+    with pytest.raises((ValueError, RuntimeError), match="eval mode|use the criterion"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises((ValueError, RuntimeError), match="eval mode"):
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+    model.train()
+    want, _ = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
+    run = (model, optimizer, loss_fn)
+    assert_close(gradients(run, "before", model._module), [w / B for w in want])
+
+
+def test_the_step_that_takes_every_sample_twice_is_refused() -> None:
+    """Two backward passes over batches that are the whole data set."""
+    model = build("mlp")
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    made, optimizer, loss_fn, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=B),
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
+    )  # fmt: skip
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        loss_fn(made(inputs), targets).backward()
+    with pytest.raises(ValueError, match=r"2 batches .* before one backward"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def test_gradients_of_physical_batches_never_cleared() -> None:

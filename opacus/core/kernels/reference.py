@@ -119,7 +119,7 @@ def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     for a, g in zip(activations.split(samples), backprops.split(samples), strict=True):
         total = widen(g.new_zeros(g.shape[0]))
         for part in g.split(columns, dim=2):
-            total = total + sum_of_squares(_bmm(part.transpose(1, 2), a))
+            total = total + sum_of_squares(wide_bmm(part.transpose(1, 2), a))
         totals.append(total)
     return torch.cat(totals)
 
@@ -133,8 +133,8 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
         # Both are symmetric: what lies right of the diagonal tile counts twice.
-        gram = _bmm(activations[:, rows], a_t[:, :, start:])
-        gram = gram * _bmm(backprops[:, rows], g_t[:, :, start:])
+        gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
+        gram = gram * wide_bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
         total = total + gram[:, :, :square].sum((1, 2)) + 2 * gram[:, :, square:].sum((1, 2))
     # Rounding can leave a tiny negative number where the norm is zero.
@@ -181,12 +181,12 @@ def distinct_pairs(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     return slots, owners
 
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor:
+def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
     """Batched product with an fp32 result (fp64 for fp64) and no half-precision rounding."""
     device = left.device.type
     if torch.is_autocast_enabled(device):  # the backward pass may run under it
         with torch.autocast(device, enabled=False):
-            return _bmm(left, right)
+            return wide_bmm(left, right)
     if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(widen(left), widen(right))

@@ -93,6 +93,10 @@ class LayerRule:
         grads = self.per_sample_grad(spec, activations, scale_rows(backprops, factors))
         return {name: grad.sum(0) for name, grad in grads.items()}
 
+    def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        """:meth:`weighted_grad` without factors, not rounded to half precision where possible."""
+        return self.weighted_grad(spec, activations, backprops, None)
+
     def by_rows(self, activations: Any, batch: int) -> bool:
         """Whether row i of each activation belongs to sample i.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus.core.kernels.reference import wide_bmm, widen
 from opacus.core.profiling import layers
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
@@ -72,6 +73,15 @@ class LinearRule(LayerRule):
             grads["bias"] = g.sum(0)
         return grads
 
+    def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        x, g = (t.flatten(0, 1) for t in tokens_of(spec, activations, backprops, (1, 1)))
+        sums = {}
+        if "weight" in spec.params:
+            sums["weight"] = wide_bmm(g.t().unsqueeze(0), x.unsqueeze(0))[0]
+        if "bias" in spec.params:
+            sums["bias"] = g.sum(0, dtype=widen(g.new_empty(0)).dtype)
+        return sums
+
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         x, g = join_tokens([(a[0], b) for a, b in uses], (1, 1))
         return (x,), g
@@ -94,10 +104,14 @@ class TransposedLinearRule(LinearRule):
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
-        grads = super().weighted_grad(spec, activations, backprops, factors)
-        if "weight" in grads:
-            grads["weight"] = grads["weight"].t()
-        return grads
+        return _transposed(super().weighted_grad(spec, activations, backprops, factors))
+
+    def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        return _transposed(super().wide_sum(spec, activations, backprops))
+
+
+def _transposed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: g.t() if name == "weight" else g for name, g in grads.items()}
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
