@@ -85,6 +85,28 @@ def test_one_of_many_samples_changes_the_sum_by_at_most_c(dtype: torch.dtype, bo
     assert 0.9 * C < (sums[0] - sums[1]).norm() <= C * (1 + bound)
 
 
+@pytest.mark.parametrize("store", [False, True])
+def test_sums_of_a_single_backward_are_not_rounded_under_autocast(
+    store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opacus.core.planner.Planner.stores", lambda planner, record: store)
+    rows = 512
+    torch.manual_seed(0)
+    inputs = (torch.randn(1, 64) + 0.1 * torch.randn(rows, 64)).mul(10)
+    targets = torch.zeros(rows, dtype=torch.long)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    wrapped, optimizer, loss_fn = make(model, "ghost_bk")[:3]
+    sums = []
+    for first in (0, 1):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = wrapped(inputs[first:])
+        loss_fn(output, targets[first:]).backward()
+        sums.append(model[0].weight.grad.double().clone())
+    assert sums[0].norm() > 0.9 * rows * C
+    assert 0.9 * C < (sums[0] - sums[1]).norm() <= C * (1 + 4e-3)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_per_layer_clipping_equals_oracle(mode: str) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)
