@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from opacus.grad_sample import register_grad_sampler
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -120,7 +122,7 @@ class OwnParameters(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A custom linear layer with its weight ``[d, p]``: its per-sample gradients are transposes."""
+    """A custom linear layer with its weight ``[d, p]``, and a sampler that returns transposes."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -128,6 +130,11 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.t())
+
+
+@register_grad_sampler(Transposed)
+def _transposes(layer: Transposed, activations: Any, backprops: Tensor) -> dict[Any, Tensor]:
+    return {layer.weight: torch.einsum("bp,bd->bpd", backprops, activations[0]).transpose(1, 2)}
 
 
 class Channels(nn.Module):

@@ -76,7 +76,7 @@ def test_backward_in_eval_mode_is_for_the_inputs_alone(mode: str) -> None:
     inputs.requires_grad_()
     nn.functional.cross_entropy(model(inputs), targets).backward()
     assert inputs.grad is not None and bool(inputs.grad.any())
-    with pytest.raises((ValueError, RuntimeError), match="eval mode|use the criterion"):
+    with pytest.raises((ValueError, RuntimeError), match=r"eval mode|use the criterion"):
         optimizer.step()
     optimizer.zero_grad()
     with pytest.raises((ValueError, RuntimeError), match="eval mode"):
