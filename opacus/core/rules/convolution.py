@@ -52,11 +52,12 @@ class ConvRule(LayerRule):
         x, g = _uses(spec, activations, backprops)
         grads = {}
         if "weight" in spec.params:
-            weight = g.new_empty(len(g), *spec.shapes["weight"])
-            for rows, patches, part in _unfolded(spec, x, g):
-                product = torch.matmul(part.transpose(2, 3), patches)  # [B, G, p/G, (d/G) K]
-                weight[rows] = product.reshape(weight[rows].shape)
-            grads["weight"] = weight
+            parts = [
+                torch.matmul(part.transpose(2, 3), patches)  # [B, G, p/G, (d/G) K]
+                for _, patches, part in _unfolded(spec, x, g)
+            ]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else g.new_empty(0)
+            grads["weight"] = whole.reshape(len(g), *spec.shapes["weight"])
         if "bias" in spec.params:
             grads["bias"] = g.flatten(3).sum((1, 3))
         return grads
@@ -89,12 +90,13 @@ class ConvRule(LayerRule):
         grads = {}
         if "weight" in spec.params:
             options, dims = spec.options, len(spec.options["kernel"])
+            padding = _symmetric(spec)
             grads["weight"] = _CONV_WEIGHT[dims](
-                _pad(spec, x),
+                _pad(spec, x) if padding is None else x,
                 spec.shapes["weight"],
                 g,
                 options["stride"],
-                (0,) * dims,
+                (0,) * dims if padding is None else padding,
                 options["dilation"],
                 options["groups"],
             )
@@ -132,6 +134,14 @@ def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...]:
             amount = int(module.padding[dim])
             pairs.append((amount, amount))
     return tuple(amount for pair in reversed(pairs) for amount in pair)
+
+
+def _symmetric(spec: LayerSpec) -> tuple[int, ...] | None:
+    """Padding in the order of the dimensions if it is zeros, as many before as after."""
+    before, after = spec.options["padding"][::2], spec.options["padding"][1::2]
+    if spec.options["mode"] != "constant" or before != after:
+        return None
+    return tuple(reversed(before))
 
 
 def _pad(spec: LayerSpec, x: Tensor) -> Tensor:
