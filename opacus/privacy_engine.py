@@ -62,8 +62,7 @@ class PrivacyEngine:
             module=model, optimizer=optimizer, data_loader=loader,
             noise_multiplier=1.0, max_grad_norm=1.0,
         )
-        ...  # train as usual
-        engine.get_epsilon(delta=1e-5)
+        engine.get_epsilon(delta=1e-5)  # after training as usual
     """
 
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from typing import Any
 
@@ -51,8 +50,8 @@ class Materialise:
             self._drop_abandoned(key)
             at_end_of_backward(self._finish)
         self._waiting.setdefault(key, []).append(record)
-        self._elements[key] = self._elements.get(key, 0) + _elements(record)
-        if self._elements[key] > WAITING_SHARE * _result_elements(record):
+        self._elements[key] = self._elements.get(key, 0) + record.elements
+        if self._elements[key] > WAITING_SHARE * record.rows * record.spec.elements:
             self._join(key)
 
     def _drop_abandoned(self, key: tuple[str, int, int]) -> None:
@@ -142,13 +141,3 @@ def _was_cleared(parameter: nn.Parameter, grad_sample: Any) -> bool:
     last = grad_sample[-1] if isinstance(grad_sample, list) else grad_sample
     grad = parameter.grad
     return is_processed(last) and not (grad is not None and is_processed(grad))
-
-
-def _elements(record: Record) -> int:
-    tensors = tree_leaves((record.activations, record.backprops))
-    return sum(t.numel() for t in tensors if isinstance(t, Tensor))
-
-
-def _result_elements(record: Record) -> int:
-    spec = record.spec
-    return record.rows * sum(math.prod(spec.shapes[name]) for name in spec.params)

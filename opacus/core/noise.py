@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opacus.core.torch_internals import as_sharded
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -90,8 +92,6 @@ class ShardedNoise:
 
     def draw(self, std: float, reference: DTensor) -> DTensor:
         """A DTensor like ``reference`` whose local part is this shard's noise."""
-        from torch.distributed.tensor import DTensor
-
         local = reference.to_local()
         if self.secure_mode and replicas(reference, self._meshes) > 1:
             raise NotImplementedError(
@@ -101,14 +101,7 @@ class ShardedNoise:
         index = stream_of(reference, self._meshes)
         stream = None if self.secure_mode else self._stream(index, local.device)
         noise = gaussian(std, local, stream, self.secure_mode)
-        return DTensor.from_local(
-            noise,
-            reference.device_mesh,
-            reference.placements,
-            run_check=False,
-            shape=reference.shape,
-            stride=reference.stride(),
-        )
+        return as_sharded(noise, reference)
 
     def add_to_shards(self, std: float, tensors: Sequence[DTensor]) -> None:
         """Add noise to the local parts of many sharded tensors, in place and in few calls.

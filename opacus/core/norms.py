@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.reference import sum_of_squares, sums_of_squares
 from opacus.core.planner import Planner
@@ -126,6 +126,11 @@ class NormLedger:
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
+    def _hold(self, records: Sequence[Record]) -> None:
+        """Keep records for the clipped sum, if there will be no second backward pass."""
+        if self.planner is not None:
+            self.held += records
+
     # --- how one group is computed ---
 
     @each_layer
@@ -136,7 +141,7 @@ class NormLedger:
             for record in stored:
                 self._form(record)
             records = [r for r in records if r.spec.name not in self.formed_layers]
-            self.held += records
+            self._hold(records)
         if records:
             self._compute(records)
 
@@ -160,7 +165,7 @@ class NormLedger:
         """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
         groups: dict[int, list[Record]] = {}
         for record in records:
-            small = _elements(record) <= GROUP_ELEMENTS
+            small = record.elements <= GROUP_ELEMENTS
             groups.setdefault(id(record.layer.rule) if small else 0, []).append(record)
         left = groups.pop(0, [])
         for group in groups.values():
@@ -170,8 +175,7 @@ class NormLedger:
             if norms is None:
                 left += group
                 continue
-            if self.planner is not None:
-                self.held += group
+            self._hold(group)
             for record, values in zip(group, norms, strict=True):
                 self._done.add(record.spec.name)
                 for name, value in values.items():
@@ -202,8 +206,7 @@ class NormLedger:
         joined = layer.rule.join(spec, [(r.activations, r.backprops) for r in records])
         if joined is None:
             return self._compute_shared(records)
-        if self.planner is not None:
-            self.held += records
+        self._hold(records)
         self._done.add(spec.name)
         for name, value in layer.rule.norm_sq(spec, *joined).items():
             self._add(layer, name, value)
@@ -211,8 +214,7 @@ class NormLedger:
     @each_layer
     def _compute_shared(self, records: Sequence[Record]) -> None:
         """Parameters with several layers or uses: sum the per-sample gradients first."""
-        if self.planner is not None:
-            self.held += records
+        self._hold(records)
         largest = max((_largest_parameter(r.spec) for r in records), default=1)
         rows = max(1, CHUNK_ELEMENTS // max(1, largest))
         parts: dict[str, list[Tensor]] = {}
@@ -308,7 +310,7 @@ def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
         groups.setdefault(_group_key(record), []).append(record)
     parts = []
     for group in groups.values():
-        size = max(1, STACK_ELEMENTS // max(1, _elements(group[0])))
+        size = max(1, STACK_ELEMENTS // max(1, group[0].elements))
         parts += [group[i : i + size] for i in range(0, len(group), size)]
     return parts
 
@@ -317,17 +319,12 @@ def _group_key(record: Record) -> Hashable:
     """Equal for records that can be stacked; unique for large ones and for odd ones."""
     rule, activations, backprops = record.layer.rule, record.activations, record.backprops
     by_rows = rule.by_rows(activations, record.batch) and isinstance(backprops, Tensor)
-    if not by_rows or _elements(record) > GROUP_ELEMENTS:
+    if not by_rows or record.elements > GROUP_ELEMENTS:
         return id(record)
     spec = record.spec
     shapes = tuple((t.shape, t.dtype, t.device) for t in (*activations, backprops))
     options = tuple(sorted((k, repr(v)) for k, v in spec.options.items()))
     return (id(rule), spec.params, tuple(spec.shapes.items()), options, shapes)
-
-
-def _elements(record: Record) -> int:
-    tensors = (record.activations, record.backprops)
-    return sum(t.numel() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
 def _bytes_of(record: Record) -> int:
@@ -337,10 +334,4 @@ def _bytes_of(record: Record) -> int:
 
 
 def _largest_parameter(spec: LayerSpec) -> int:
-    sizes = [1]
-    for name in spec.params:
-        size = 1
-        for length in spec.shapes[name]:
-            size *= length
-        sizes.append(size)
-    return max(sizes)
+    return max((math.prod(spec.shapes[name]) for name in spec.params), default=1)

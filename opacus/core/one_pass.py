@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.scaled_rows import scaled_rows
+from opacus.core.kernels.scaled_rows import scaled_rows, without_excluded
 from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.planner import Planner, free_memory
 from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
@@ -147,11 +147,11 @@ class OnePass(Ghost):
         *,
         deferred: bool = False,
         budget_bytes: int | None = None,
-        sink: GradientSink | None = None,
+        sink: GradientSink,
     ) -> None:
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
-        self.sink: GradientSink = sink or LocalSink(dict(parameters))
+        self.sink = sink
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
@@ -250,8 +250,5 @@ class _KeptSums:
             return activations
         key = tuple((a.data_ptr(), a.shape, a.stride()) for a in activations)
         if key != self._latest[0]:
-            clean = [
-                scaled_rows(a, None, excluded) if a.is_floating_point() else a for a in activations
-            ]
-            self._latest = (key, tuple(clean))
+            self._latest = (key, without_excluded(activations, excluded))
         return self._latest[1]

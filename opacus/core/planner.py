@@ -11,7 +11,6 @@ Both are exact; the choice changes speed and memory only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -31,6 +30,8 @@ STORE_PASSES = 3
 KEEP_PASSES = 2
 # Part of the memory that is free when the backward pass starts which may be kept.
 FREE_MEMORY_SHARE = 0.8
+# Choices that are remembered.
+MOST_KNOWN = 10_000
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Planner:
         key = (spec.name, spec.params, *[t.shape for t in tensors])
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
             known = self._known[key] = _compare(record, tensors)
         return known
 
@@ -113,7 +116,7 @@ class Planner:
 def _compare(record: Record, tensors: list[Tensor]) -> Choice:
     spec, backprops = record.spec, tensors[-1]
     rates = rates_of(backprops.device, backprops.dtype)
-    elements = sum(math.prod(spec.shapes[name]) for name in spec.params)
+    elements = spec.elements
     held = sum(t.numel() * t.element_size() for t in tensors)
     stored = record.batch * elements * backprops.element_size()
     cost = record.layer.rule.norm_cost(spec, record.activations, record.backprops)

@@ -119,6 +119,12 @@ class Record:
     forward_pass: ForwardPass | None = None
 
     @property
+    def elements(self) -> int:
+        """Number of elements of activations and backprops."""
+        leaves, _ = tree_flatten((self.activations, self.backprops))
+        return sum(t.numel() for t in leaves if isinstance(t, Tensor))
+
+    @property
     def batch(self) -> int:
         """Number of samples in this record."""
         first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,9 +228,5 @@ def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:
     part.zero_()
     whole = terms.value()
     if whole is not None:
-        for row, piece in zip(part, _pieces(whole, shards), strict=False):
+        for row, piece in zip(part, whole.chunk(shards.world, dim=shards.dim), strict=False):
             row[: piece.numel()].copy_(piece.reshape(-1))
-
-
-def _pieces(whole: Tensor, shards: Shards) -> Iterable[Tensor]:
-    return whole.chunk(shards.world, dim=shards.dim)

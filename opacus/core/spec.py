@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,11 @@ class LayerSpec:
     params: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the trainable parameters."""
+        return sum(math.prod(self.shapes[name]) for name in self.params)
 
     def __str__(self) -> str:
         return f"layer '{self.name}' ({self.kind.__name__})"

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import rounded_down
+from opacus.core.kernels.scaled_rows import scaled_rows, without_excluded
+from opacus.core.kernels.weighted_sum import weighted_sum
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
@@ -226,9 +228,10 @@ class TwoPass(Ghost):
         else:
             activations, backprops = record.activations, record.backprops
             if self._excluded is not None:
-                split = layer.rule.by_rows(activations, record.batch)
-                activations = without_rows(self._excluded, activations) if split else activations
-                backprops = clear_rows(backprops, self._excluded)
+                excluded = self._excluded[: record.batch].to(backprops.device)
+                if layer.rule.by_rows(activations, record.batch):
+                    activations = without_excluded(activations, excluded)
+                backprops = scaled_rows(backprops, None, excluded)
             grads = self._weighted(record, activations, backprops)
         for name, grad in grads.items():
             parameter = layer.module._parameters[name]
@@ -260,10 +263,9 @@ class TwoPass(Ghost):
         for name in record.spec.params:
             formed = self.ledger.formed.pop(record.layer.owners[name], None)
             if formed is not None:
-                if self._excluded is not None:
-                    formed = clear_rows(formed, self._excluded)
-                factors = self._factor(record, name).to(formed.dtype)
-                sums[name] = torch.tensordot(factors[: len(formed)], formed, dims=1)
+                rows = len(formed)
+                excluded = None if self._excluded is None else self._excluded[:rows]
+                sums[name] = weighted_sum(formed, self._factor(record, name)[:rows], excluded)
         return sums
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,17 +277,6 @@ def default_budget(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory // 20
-
-
-def without_rows(excluded: Tensor, activations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same activations with the excluded rows set to zero."""
-    return tuple(clear_rows(a, excluded) if a.is_floating_point() else a for a in activations)
-
-
-def clear_rows(tensor: Tensor, excluded: Tensor) -> Tensor:
-    """The same tensor ``[B, ...]`` with the excluded rows set to zero."""
-    rows = excluded[: tensor.shape[0]].to(tensor.device)
-    return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0.0)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from opacus.utils.uniform_sampler import (
 logger = logging.getLogger(__name__)
 
 # Samplers whose order is known to be equal on all ranks once their generators are.
-KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -82,7 +82,7 @@ def shard_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     ranks = _world_size()
     if ranks == 1 or not isinstance(batch_sampler, BatchSampler):
         return data_loader
-    if not isinstance(batch_sampler.sampler, KNOWN_SAMPLERS):
+    if not isinstance(batch_sampler.sampler, _KNOWN_SAMPLERS):
         return data_loader
     logger.warning(
         "The data loader has no distributed sampler; each of the %d ranks gets its own part of "
@@ -114,7 +114,7 @@ def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
         batch_sampler.generator = shared_generator(batch_sampler.generator)
         return data_loader
     sampler = getattr(batch_sampler, "sampler", None)
-    if not isinstance(sampler, KNOWN_SAMPLERS) or not hasattr(sampler, "generator"):
+    if not isinstance(sampler, _KNOWN_SAMPLERS) or not hasattr(sampler, "generator"):
         return data_loader
     generator = shared_generator(sampler.generator)
     return switch_generator(data_loader=data_loader, generator=generator)

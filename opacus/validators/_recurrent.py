@@ -13,6 +13,13 @@ from opacus.validators.errors import ShouldReplaceModuleError
 D = TypeVar("D", bound=DPRNNBase)
 
 
+# Arguments that both classes keep as attributes of the same names.
+_SAME = (
+    "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional",
+    "proj_size",
+)  # fmt: skip
+
+
 def should_replace(module: nn.RNNBase, replacement: type[DPRNNBase]) -> ShouldReplaceModuleError:
     """The error for a module that computes in one kernel."""
     return ShouldReplaceModuleError(
@@ -25,17 +32,8 @@ def should_replace(module: nn.RNNBase, replacement: type[DPRNNBase]) -> ShouldRe
 def convert(module: nn.RNNBase, replacement: type[D], **options: Any) -> D:
     """A ``replacement`` that computes what ``module`` does, with copies of its weights."""
     with torch.device("meta"):
-        new = replacement(
-            input_size=module.input_size,
-            hidden_size=module.hidden_size,
-            num_layers=module.num_layers,
-            bias=module.bias,
-            batch_first=module.batch_first,
-            dropout=module.dropout,
-            bidirectional=module.bidirectional,
-            proj_size=module.proj_size,
-            **options,
-        )
+        same: dict[str, Any] = {name: getattr(module, name) for name in _SAME}
+        new = replacement(**same, **options)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         copied = parameter.detach().clone()
         setattr(new, name, nn.Parameter(copied, requires_grad=parameter.requires_grad))

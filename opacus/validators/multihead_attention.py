@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,21 +25,18 @@ def validate(module: nn.MultiheadAttention) -> list[ShouldReplaceModuleError]:
     ]
 
 
+# Arguments that both classes keep as attributes of the same names.
+_SAME = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+
+
 @register_module_fixer(nn.MultiheadAttention)
 def fix(module: nn.MultiheadAttention) -> DPMultiheadAttention:
     """An equivalent :class:`~opacus.layers.DPMultiheadAttention` with copies of the weights."""
     with torch.device("meta"):
-        new = DPMultiheadAttention(
-            embed_dim=module.embed_dim,
-            num_heads=module.num_heads,
-            dropout=module.dropout,
-            bias=module.in_proj_bias is not None,
-            add_bias_kv=module.bias_k is not None,
-            add_zero_attn=module.add_zero_attn,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            batch_first=module.batch_first,
-        )
+        same: dict[str, Any] = {name: getattr(module, name) for name in _SAME}
+        biases = {"bias": module.in_proj_bias, "add_bias_kv": module.bias_k}
+        same |= {name: bias is not None for name, bias in biases.items()}
+        new = DPMultiheadAttention(**same)
     for torch_name, parameter in module.named_parameters(remove_duplicate=False):
         for name, part in split_torch_parameter(torch_name, parameter.detach()).items():
             path, _, local = name.rpartition(".")

@@ -10,18 +10,15 @@ values, say) share its Gram matrix. Letters: B samples, T tokens, d and p featur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
-from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    TensorDescriptor,
-)
 
 from opacus.core.kernels import operands
 from opacus.core.kernels.operands import Tile, check_mask, check_pair
+from opacus.core.kernels.triton_host import TYPES, descriptor, own_rows
 
 # For tensors that the copy engine can read.
 TILES = (
@@ -318,8 +315,8 @@ def _launch_tma(a: Tensor, gs: list[Tensor], weights: Tensor | None, tile: Tile)
     partial = operands.blank((len(gs), batch, slots), a.device)
     three = gs + [gs[0]] * (MOST_SHARED - len(gs))
     _tma_kernel[(slots, batch)](
-        _descriptor(a, side, tile.k),
-        *(_descriptor(g, side, tile.k) for g in three),
+        descriptor(a, side, tile.k),
+        *(descriptor(g, side, tile.k) for g in three),
         partial if weights is None else weights,
         partial,
         tokens,
@@ -361,13 +358,7 @@ def grouped_norm_sq(
     pairs = [check_pair(a, g) for a, g in pairs]
     if not pairs:
         return []
-    first = pairs[0][1]
-    if any(g.dtype != first.dtype or g.device != first.device for _, g in pairs):
-        raise ValueError("all layers of one launch must have the same dtype and device")
-    given: Sequence[Tensor | None] = masks or [None] * len(pairs)
-    kept = [check_mask(m, g) for m, (_, g) in zip(given, pairs, strict=True)]
-    if len({m.dtype for m in kept if m is not None} | {None for m in kept if m is None}) > 1:
-        raise ValueError("masks must be all bool or all weights, one for each layer")
+    first, kept = pairs[0][1], operands.check_group(pairs, masks)
     samples, tokens = (max(g.shape[i] for _, g in pairs) for i in (0, 1))
     if samples == 0:
         return [operands.blank((0,), first.device) for _ in pairs]
@@ -384,8 +375,8 @@ def grouped_norm_sq(
         samples,
         slots,
         len(inputs),
-        TYPE=_TYPES[first.dtype],
-        MASK=None if kept[0] is None else _TYPES[kept[0].dtype],
+        TYPE=TYPES[first.dtype],
+        MASK=None if kept[0] is None else TYPES[kept[0].dtype],
         WHOLE=operands.ALIGNMENT // first.element_size() if aligned else 1,
         INPUT_COLUMNS=INPUT_COLUMNS,
         OUTPUT_COLUMNS=OUTPUT_COLUMNS,
@@ -396,16 +387,7 @@ def grouped_norm_sq(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps if side > 32 else min(4, tile.warps),
     )
-    norms = _total(partial).unbind(0)
-    return [n if len(n) == len(g) else n[: len(g)] for n, (_, g) in zip(norms, pairs, strict=True)]
-
-
-_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.uint8: tl.uint8,
-}
+    return own_rows(_total(partial), pairs)
 
 
 def _total(partial: Tensor) -> Tensor:
@@ -436,8 +418,3 @@ def _rows(
             inputs.append((*own, place, 1))
         outputs.append((g.data_ptr(), g.shape[2], *g.stride()))
     return inputs, outputs
-
-
-def _descriptor(tensor: Tensor, tokens: int, features: int) -> Any:
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(tensor, shape, strides, [1, tokens, features])

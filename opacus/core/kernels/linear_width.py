@@ -9,18 +9,15 @@ memory is one number for each tile. Letters: B samples, T tokens, d and p featur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
-from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    TensorDescriptor,
-)
 
 from opacus.core.kernels import operands
-from opacus.core.kernels.operands import Tile, check_mask, check_pair
+from opacus.core.kernels.operands import Tile, check_pair
+from opacus.core.kernels.triton_host import TYPES, descriptor, own_rows
 
 # For tensors that the copy engine can read. Several, because the best one depends on how
 # many tiles there are; see opacus.core.kernels.choice.
@@ -207,8 +204,8 @@ def norm_sq(
     samples = _samples(m_tiles * n_tiles, batch, operands.multiprocessors(g.device))
     partial = operands.blank((batch, m_tiles * n_tiles), g.device)
     _tma_kernel[(m_tiles * n_tiles, triton.cdiv(batch, samples))](
-        _descriptor(a, tile.k, tile.m),
-        _descriptor(g, tile.k, tile.n),
+        descriptor(a, tile.k, tile.m),
+        descriptor(g, tile.k, tile.n),
         partial,
         tokens,
         batch,
@@ -248,13 +245,7 @@ def grouped_norm_sq(
     pairs = [_wide_first(*check_pair(a, g)) for a, g in pairs]
     if not pairs:
         return []
-    first = pairs[0][1]
-    if any(g.dtype != first.dtype or g.device != first.device for _, g in pairs):
-        raise ValueError("all layers of one launch must have the same dtype and device")
-    given: Sequence[Tensor | None] = masks or [None] * len(pairs)
-    kept = [check_mask(m, g) for m, (_, g) in zip(given, pairs, strict=True)]
-    if len({m.dtype for m in kept if m is not None} | {None for m in kept if m is None}) > 1:
-        raise ValueError("masks must be all bool or all weights, one for each layer")
+    first, kept = pairs[0][1], operands.check_group(pairs, masks)
     samples = max(len(g) for _, g in pairs)
     if samples == 0:
         return [operands.blank((0,), first.device) for _ in pairs]
@@ -268,8 +259,8 @@ def grouped_norm_sq(
         partial,
         samples,
         max(1, slots),
-        TYPE=_TYPES[first.dtype],
-        MASK=None if kept[0] is None else _TYPES[kept[0].dtype],
+        TYPE=TYPES[first.dtype],
+        MASK=None if kept[0] is None else TYPES[kept[0].dtype],
         WHOLE=operands.ALIGNMENT // first.element_size() if aligned else 1,
         COLUMNS=COLUMNS,
         M=tile.m,
@@ -280,16 +271,7 @@ def grouped_norm_sq(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps,
     )
-    norms = partial.sum(2).unbind(0)
-    return [n if len(n) == len(g) else n[: len(g)] for n, (_, g) in zip(norms, pairs, strict=True)]
-
-
-_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.uint8: tl.uint8,
-}
+    return own_rows(partial.sum(2), pairs)
 
 
 def _wide_first(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,11 +293,6 @@ def _row(a: Tensor, g: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     batch, tokens, d = a.shape
     sizes = (batch, tokens, d, g.shape[2])
     return (a.data_ptr(), g.data_ptr(), place, *sizes, *a.stride(), *g.stride(), *strides)
-
-
-def _descriptor(tensor: Tensor, tokens: int, features: int) -> Any:
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(tensor, shape, strides, [1, tokens, features])
 
 
 def _samples(tiles: int, batch: int, programs: int) -> int:

@@ -111,6 +111,24 @@ def check_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask.float()
 
 
+def check_group(
+    pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor] | None
+) -> list[Tensor | None]:
+    """Checked pairs of several layers that one launch is to take; their masks, checked.
+
+    Raises:
+        ValueError: Different dtypes or devices, or masks of different kinds.
+    """
+    first = pairs[0][1]
+    if any(g.dtype != first.dtype or g.device != first.device for _, g in pairs):
+        raise ValueError("all layers of one launch must have the same dtype and device")
+    given: Sequence[Tensor | None] = masks or [None] * len(pairs)
+    kept = [check_mask(m, g) for m, (_, g) in zip(given, pairs, strict=True)]
+    if len({None if m is None else m.dtype for m in kept}) > 1:
+        raise ValueError("masks must be all bool or all weights, one for each layer")
+    return kept
+
+
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes."""
     return all(_is_aligned(t) for t in tensors)

@@ -9,6 +9,11 @@ from opacus.core.kernels.reference import widen
 from opacus.core.kernels.weighted_sum import triton_works
 
 
+def without_excluded(tensors: tuple[Tensor, ...], excluded: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors with zeros in the excluded rows; indices stay as they are."""
+    return tuple(scaled_rows(t, None, excluded) if t.is_floating_point() else t for t in tensors)
+
+
 def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor) -> Tensor:
     """``factors[i] * rows[i]``, and zero where ``excluded[i]``.
 
@@ -20,7 +25,8 @@ def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor) -> Tenso
         factors: ``[B]``; ``None`` leaves the rows that are kept as they are.
         excluded: ``[B]`` bool, on the device of ``rows``; there nothing waits for a GPU.
     """
-    fused = rows.is_cuda and rows.is_contiguous() and rows.dtype != torch.float64
+    plain = type(rows) is Tensor and rows.is_cuda  # a kernel cannot read a DTensor
+    fused = plain and rows.is_contiguous() and rows.dtype != torch.float64
     if fused and triton_works() and (factors is None or factors.dtype == torch.float32):
         from opacus.core.kernels import scaled_rows_triton
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from opacus.core.kernels.choice import triton_is_installed
 from opacus.core.kernels.reference import widen
 
 # Columns of half-precision gradients that are widened at once, where there is no kernel.
@@ -134,4 +134,4 @@ def weighted_sum_each(
 @functools.cache
 def triton_works() -> bool:
     """Whether Triton is installed and there is a GPU that it compiles for."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
+    return triton_is_installed() and torch.cuda.is_available()

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opacus.core.kernels.triton_host import TYPES
+
 BLOCK = 2048
 COLUMNS = 7
 
@@ -106,17 +108,9 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
         stride,
         len(rows),
         COUNT=triton.next_power_of_2(len(rows)),
-        DTYPE=_TYPES[dtype],
+        DTYPE=TYPES[dtype],
         WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
         COLUMNS=COLUMNS,
         num_warps=8,
     )
-
-
-_TYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}

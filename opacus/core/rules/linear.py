@@ -26,10 +26,14 @@ class LinearRule(LayerRule):
         x, g = tokens_of(spec, activations, backprops, (1, 1))
         grads = {}
         if "weight" in spec.params:
-            grads["weight"] = _products(g, x)
+            grads["weight"] = self.products(x, g)
         if "bias" in spec.params:
             grads["bias"] = g.sum(1)
         return grads
+
+    def products(self, x: Tensor, g: Tensor) -> Tensor:
+        """The weight's per-sample gradients from ``[B, T, d]`` and ``[B, T, p]``."""
+        return _products(g, x)
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         x, g = tokens_of(spec, activations, backprops, (1, 1))
@@ -90,16 +94,8 @@ class LinearRule(LayerRule):
 class TransposedLinearRule(LinearRule):
     """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
 
-    def per_sample_grad(
-        self, spec: LayerSpec, activations: Any, backprops: Any
-    ) -> dict[str, Tensor]:
-        x, g = tokens_of(spec, activations, backprops, (1, 1))
-        grads = {}
-        if "weight" in spec.params:
-            grads["weight"] = _products(x, g)
-        if "bias" in spec.params:
-            grads["bias"] = g.sum(1)
-        return grads
+    def products(self, x: Tensor, g: Tensor) -> Tensor:
+        return _products(x, g)
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None

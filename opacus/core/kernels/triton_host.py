@@ -1,0 +1,33 @@
+"""What the launches of several Triton kernels share; imports Triton, unlike ``operands.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    TensorDescriptor,
+)
+
+TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
+}
+
+
+def descriptor(tensor: Tensor, tokens: int, features: int) -> Any:
+    """For the copy engine: blocks of so many tokens and features of one sample."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return TensorDescriptor(tensor, shape, strides, [1, tokens, features])
+
+
+def own_rows(norms: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """``[layers, most samples]`` to one ``[B]`` for each layer."""
+    rows = zip(norms.unbind(0), pairs, strict=True)
+    return [n if len(n) == len(g) else n[: len(g)] for n, (_, g) in rows]
