@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.layout import Sharded
 from opacus.core.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
+from opacus.utils.noise_state import GENERATOR, STREAMS, noise_entries, restore_noise
 
 _PREFIX = "_module."
 _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
-_NOISE = "noise_streams"
+_NOISE = (GENERATOR, STREAMS)
 _MECHANISM = "privacy_parameters"
 
 
@@ -41,7 +41,7 @@ def save_training_state(
 ) -> None:
     """See :meth:`opacus.PrivacyEngine.save_checkpoint`; a collective call under FSDP2."""
     checkpoint = dict(extra or {})
-    own_keys = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _NOISE, _MECHANISM, *schedulers}
+    own_keys = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _MECHANISM, *_NOISE, *schedulers}
     taken = own_keys & checkpoint.keys()
     if taken:
         raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")
@@ -51,9 +51,7 @@ def save_training_state(
     if optimizer is not None:
         checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
         checkpoint[_MECHANISM] = _privacy_parameters(optimizer)
-        streams = _noise_streams(optimizer)
-        if streams is not None:
-            checkpoint[_NOISE] = streams
+        checkpoint |= noise_entries(optimizer)
     for key, scheduler in schedulers.items():
         if scheduler is not None:
             checkpoint[key] = scheduler.state_dict()
@@ -75,12 +73,14 @@ def load_training_state(
     checkpoint: dict[str, Any] = torch.load(path, **load_kwargs)
     inner = _inner(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
+    taken = len(accountant)
     accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
-        _load_noise_streams(optimizer, checkpoint.get(_NOISE), steps=len(accountant))
+    if optimizer is not None:
+        restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
             warnings.warn(
@@ -147,7 +147,7 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
         )
 
 
-# --- optimizer and noise ---
+# --- optimizer ---
 
 
 def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
@@ -170,32 +170,6 @@ def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, A
         dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
-
-
-def _noise_streams(optimizer: DPOptimizer) -> dict[str, Any] | None:
-    """The noise streams of all ranks; resuming with as many ranks continues them."""
-    layout = optimizer._layout
-    if not isinstance(layout, Sharded):
-        return None
-    states: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(states, layout.streams.state_dict())
-    return {"world_size": layout.world_size, "ranks": states}
-
-
-def _load_noise_streams(optimizer: DPOptimizer, streams: dict[str, Any] | None, steps: int) -> None:
-    """Continue the noise streams, or start new ones on another number of ranks.
-
-    New ones must differ from all that the run has had: a run that goes from 2 ranks to 4 and
-    back would otherwise draw its first noise again, if its generators are seeded.
-    """
-    layout = optimizer._layout
-    if not isinstance(layout, Sharded):
-        return
-    if streams and streams["world_size"] == layout.world_size:
-        layout.streams.load_state_dict(streams["ranks"][layout.rank])
-    else:
-        device = optimizer.params[0].device
-        layout.streams.renew(f"{steps} steps, {layout.world_size} ranks", device)
 
 
 # --- noise multiplier and clipping norm ---

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -101,6 +102,7 @@ class Checkpointer:
         schedulers: Objects with ``state_dict`` and ``load_state_dict`` by name: of the noise, the
             clipping norm, the learning rate. Equal on all ranks.
         keep: How many checkpoints stay; older ones are deleted.
+        scaler: The run's ``GradScaler``; its scale and growth are saved for each rank.
 
     Raises:
         ValueError: ``keep`` is below 1, or ``data_loader`` does not draw batches of indices.
@@ -116,6 +118,7 @@ class Checkpointer:
         data_loader: DataLoader[Any] | None = None,
         schedulers: Mapping[str, Any] | None = None,
         keep: int = 2,
+        scaler: GradScaler | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -126,6 +129,7 @@ class Checkpointer:
         self._module = _unwrapped(module)
         self._index = _index_of(module, optimizer)
         self._schedulers = dict(schedulers or {})
+        self._scaler = scaler
         self._secret = Secret()
         self._last: Mark | None = None  # of the checkpoint that was saved or loaded last
         noise = optimizer.generator
@@ -242,6 +246,7 @@ class Checkpointer:
             "random": self._random.state(),
             "noise_streams": None if streams is None else streams.state_dict(),
             "position": None if self._position is None else self._position.state(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
     def _shared_state(self, extra: dict[str, Any]) -> dict[str, Any]:
@@ -297,8 +302,11 @@ class Checkpointer:
             _check_model(chosen, self._module)
             same = shared["world_size"] == size
             own = torch.load(chosen / _rank_file(rank if same else 0), map_location="cpu")
+            self._check_scaler(own.get("scaler"))
         self._load_tensors(chosen, shared["has_optimizer"])
         self._load_shared(shared)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(own.get("scaler") or {})
         self._load_randomness(shared, own, same)
         if path is None or chosen.parent.resolve() == self.folder.resolve():
             self._last = Mark.of(chosen)
@@ -310,6 +318,19 @@ class Checkpointer:
             raise ValueError(
                 f"it was saved with schedulers named {sorted(saved)}, and the Checkpointer was "
                 f"given {sorted(self._schedulers)}"
+            )
+
+    def _check_scaler(self, saved: dict[str, Any] | None) -> None:
+        """Refuse a state that would be lost, or that a scaler would go on without.
+
+        A disabled scaler has an empty state, which only a disabled one takes.
+        """
+        own = None if self._scaler is None else self._scaler.state_dict()
+        if bool(saved) != bool(own):
+            raise ValueError(
+                f"it was saved {'with' if saved else 'without'} the state of a GradScaler, and the "
+                f"Checkpointer was given {_described(self._scaler)}: pass scaler= as in the run "
+                "that saved it"
             )
 
     def _load_tensors(self, path: Path, has_optimizer: bool) -> None:
@@ -437,6 +458,12 @@ def _index_of(module: Any, optimizer: DPOptimizer) -> int:
         return int(ranks.index)
     layout = optimizer._layout
     return layout.rank if isinstance(layout, DataParallel) else 0
+
+
+def _described(scaler: GradScaler | None) -> str:
+    if scaler is None:
+        return "no scaler"
+    return "a scaler" if scaler.is_enabled() else "a scaler that is not enabled"
 
 
 def _rank_file(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from opacus.core.agreement import describe, together
-from opacus.core.modes import MODES, Mode, mode_of
+from opacus.core.auto import Choice, chosen_for
+from opacus.core.modes import AUTO, MODES, Mode, mode_of
 from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
+from opacus.core.stored_shards import VARIABLE, stored_shards_from_environment
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
@@ -98,8 +101,28 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def choose(
+    grad_sample_mode: str, module: nn.Module, criterion: Any, clipping: str
+) -> Choice | None:
+    """The mode that ``"auto"`` stands for; ``None`` if another mode was asked for.
+
+    Raises:
+        ValueError: There is no criterion, or no mode that does this.
+    """
+    if grad_sample_mode != AUTO:
+        return None
+    if criterion is None:
+        raise ValueError(
+            "grad_sample_mode='auto' needs the criterion, from which the loss must come: pass "
+            "criterion=, or use grad_sample_mode='hooks', which works with any loss"
+        )
+    return chosen_for(module, clipping)
+
+
 @contextmanager
-def on_all_ranks(module: nn.Module, grad_sample_mode: str, **facts: Any) -> Iterator[None]:
+def on_all_ranks(
+    module: nn.Module, grad_sample_mode: str, **facts: Any
+) -> Iterator[dict[str, Any]]:
     """Run local checks; with a sharded model all ranks raise if one does, or if they disagree.
 
     See :func:`~opacus.core.agreement.together`.
@@ -108,14 +131,25 @@ def on_all_ranks(module: nn.Module, grad_sample_mode: str, **facts: Any) -> Iter
         module: Must have the same parameters, values apart, on all ranks.
         grad_sample_mode: Must be the same on all ranks.
         facts: What else must.
+
+    Yields:
+        The facts, to which the body may add what it has found out.
     """
     mode = MODES.get(grad_sample_mode) if isinstance(grad_sample_mode, str) else None
     sharded = is_fsdp(module) or (mode is not None and mode.parallelism == "fsdp")
+    sharded = sharded or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
     ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ask:
-        facts = {"the model": describe(module), "grad_sample_mode": grad_sample_mode, **facts}
+        variables = {VARIABLE: os.environ.get(VARIABLE)}
+        about = {"the model": describe(module), "grad_sample_mode": grad_sample_mode}
+        facts = {**about, **variables, **facts}
     with together(ask, facts):
-        yield
+        yield facts
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether ranks hold different samples: DDP or FSDP2."""
+    return is_fsdp(module) or isinstance(module, _OwnDDP | DistributedDataParallel)
 
 
 def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None) -> None:
@@ -139,6 +173,7 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
         )
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
+    stored_shards_from_environment()
     variables_set()
 
 

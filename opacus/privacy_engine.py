@@ -8,15 +8,13 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.modes import mode_of
-from opacus.core.sharded import is_fsdp
+from opacus.core.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
     expected_batch_size,
@@ -24,11 +22,12 @@ from opacus.data_loader import (
     sample_rate_of,
     switch_generator,
 )
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.engine_checks import (
     check_arguments,
     check_noise_source,
     check_parallelism,
+    choose,
+    is_distributed,
     on_all_ranks,
     warn_of_another_dataset,
 )
@@ -70,10 +69,8 @@ class PrivacyEngine:
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         self.accountant = create_accountant(mechanism=accountant)
         self.secure_mode = secure_mode
-        self.secure_rng: torch.Generator | None = None
+        self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
-        if secure_mode:
-            self.secure_rng = SystemGenerator()
 
     # --- make private ---
 
@@ -115,7 +112,7 @@ class PrivacyEngine:
             poisson_sampling: Draw each sample independently, as the accountants assume.
             clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
             noise_generator: Source of the noise; not with ``secure_mode``.
-            grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...
+            grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.
             wrap_model: Return a wrapper (``True``), or the hooks object.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
             data_layout: With FSDP2, whether ranks hold different samples (``"sharded"``, for
@@ -127,7 +124,7 @@ class PrivacyEngine:
 
         Returns:
             ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion,
-            data_loader)`` in ghost modes, whose loss must come from that criterion.
+            data_loader)`` in ghost modes and ``"auto"``: the loss must come from that criterion.
 
         Raises:
             ValueError: An argument is out of range, or does not fit the others.
@@ -144,7 +141,10 @@ class PrivacyEngine:
             data_layout=data_layout,
             deferred_norm=kwargs.get("deferred_norm"),
             further_arguments=sorted(kwargs),
-        ):
+        ) as agreed:
+            choice = choose(grad_sample_mode, module, criterion, clipping)
+            if choice is not None:
+                grad_sample_mode = agreed["the mode that 'auto' stands for"] = choice.mode
             check_noise_source(noise_generator, self.secure_mode)
             mode = check_arguments(
                 module=module,
@@ -165,9 +165,7 @@ class PrivacyEngine:
             )
             warn_of_another_dataset(self.dataset, data_loader)
             self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-        distributed = is_fsdp(module) or isinstance(
-            module, (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
-        )
+        distributed = is_distributed(module)
         generator = self.secure_rng if self.secure_mode else noise_generator
         model_kwargs = {k: kwargs.pop(k) for k in _MODEL_KEYWORDS & kwargs.keys()}
         if mode.parallelism == "fsdp":
@@ -183,6 +181,8 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             **model_kwargs,
         )
+        if choice is not None:
+            private_module.auto_choice = choice
         try:
             if poisson_sampling:
                 private_module.forbid_grad_accumulation()
@@ -215,7 +215,8 @@ class PrivacyEngine:
             raise
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
         if not mode.needs_criterion:
-            return private_module, private_optimizer, private_loader
+            loss = () if choice is None else (criterion,)  # "auto" always returns four
+            return private_module, private_optimizer, *loss, private_loader
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
@@ -336,7 +337,7 @@ class PrivacyEngine:
         **kwargs: Any,
     ) -> Any:
         self.validate(module=module, optimizer=None, data_loader=None)
-        if mode_of(grad_sample_mode).needs_criterion:
+        if grad_sample_mode == AUTO or mode_of(grad_sample_mode).needs_criterion:
             kwargs["max_grad_norm"] = max_grad_norm
         if isinstance(module, AbstractGradSampleHooks):
             return module
@@ -390,9 +391,7 @@ class PrivacyEngine:
     ) -> DPOptimizer:
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        cls: Any = get_optimizer_class(
-            clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode
-        )
+        cls: Any = get_optimizer_class(clipping, distributed, grad_sample_mode)
         return cls(  # type: ignore[no-any-return]
             optimizer=optimizer,
             noise_multiplier=noise_multiplier,
@@ -431,7 +430,7 @@ class PrivacyEngine:
         module_state_dict_kwargs: dict[str, Any] | None = None,
         torch_save_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Save model, accountant and, if given, optimizer and schedulers.
+        """Save model, accountant and, if given, schedulers, optimizer and the state of its noise.
 
         Under FSDP2 every rank must call this; the whole, unsharded state is written by
         rank 0 (to a file) or by every rank (to a buffer), so that it loads into any

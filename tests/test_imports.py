@@ -25,7 +25,7 @@ ALLOWED = {
     "utils": {"core", "data_loader", "layers", "grad_sample", "optimizers", "privacy_engine"},
     "grad_sample": {"core", "layers", "utils"},
     "optimizers": {"core"},
-    "checkpoint": {"core", "grad_sample", "optimizers"},
+    "checkpoint": {"core", "grad_sample", "optimizers", "utils"},
     "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
     "lightning": {"data_loader"},
     "scale": {"core"},

@@ -4,6 +4,10 @@
 
 FOLDER is what ``pip install --no-deps --target FOLDER opacus==1.6.0`` made. The packages take
 turns, so that a busy host slows both; of each case the medians of all rounds are compared.
+
+On a CPU the processes of both packages keep freed memory. glibc otherwise returns the top of the
+heap to the system in one process and not in the next, whatever lies there by chance, and thousands
+of page faults a step are then compared; ``--default-malloc`` leaves that in.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("hooks", "ghost")
 Batch = tuple[Tensor, Tensor]
@@ -151,25 +156,34 @@ def measure(case: str, mode: str, device: str, iterations: int) -> dict[str, Any
     private, optimizer = out[0], out[1]
     loss_fn = out[2] if len(out) == 4 else nn.CrossEntropyLoss()
     x, y = x.to(device), y.to(device)
-    times = []
+    times, cpu, faults = [], [], []
     for step in range(iterations + 3):
         if step == 3 and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+        start, cpu_start, faults_start = time.perf_counter(), time.process_time(), page_faults()
         optimizer.zero_grad(set_to_none=True)
         loss_fn(private(x), y).backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
+        cpu.append((time.process_time() - cpu_start) * 1e3)
+        faults.append(page_faults() - faults_start)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return {"ms": times[3:], "peak_mb": peak, "max_rss_mb": rss}
+    measured = {"ms": times[3:], "cpu_ms": cpu[3:], "page_faults": faults[3:]}
+    return {**measured, "peak_mb": peak, "max_rss_mb": rss}
 
 
-def in_process(folder: Path, arguments: list[str]) -> dict[str, Any]:
+def page_faults() -> int:
+    """Pages that this process has been given so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def in_process(folder: Path, arguments: list[str], keep_memory: bool) -> dict[str, Any]:
     """Run one measurement in a process in which ``folder`` provides opacus."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    environment |= KEEP_MEMORY if keep_memory else {}
     command = [sys.executable, "-P", str(Path(__file__).resolve()), "--worker", *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -179,25 +193,27 @@ def in_process(folder: Path, arguments: list[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def compare(reference: Path, device: str, rounds: int, iterations: int) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases and modes; the packages take turns."""
     rows = []
-    for case in cases(device):
+    folders = {"this package": ROOT, "pip opacus 1.6.0": options.reference}
+    keep_memory = options.device == "cpu" and not options.default_malloc
+    for case in options.cases or cases(options.device):
         for mode in MODES:
-            found: dict[str, list[dict[str, Any]]] = {"this package": [], "pip opacus 1.6.0": []}
-            for _ in range(rounds):
-                arguments = [case, mode, device, str(iterations)]
-                found["this package"].append(in_process(ROOT, arguments))
-                found["pip opacus 1.6.0"].append(in_process(reference, arguments))
+            arguments = [case, mode, options.device, str(options.iterations)]
+            found: dict[str, list[dict[str, Any]]] = {package: [] for package in folders}
+            for _ in range(options.rounds):
+                for package, folder in folders.items():
+                    found[package].append(in_process(folder, arguments, keep_memory))
             rows.append(summary(case, mode, found))
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def summary(case: str, mode: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over all rounds, and the ratio to pip opacus."""
+    """Medians over all rounds, and the ratios to pip opacus."""
     row: dict[str, Any] = {"case": case, "mode": mode}
-    medians = []
+    medians, cpu = [], []
     for package, results in found.items():
         errors = [r["error"] for r in results if "error" in r]
         if errors:
@@ -205,15 +221,19 @@ def summary(case: str, mode: str, found: dict[str, list[dict[str, Any]]]) -> dic
             continue
         times = sorted(t for r in results for t in r["ms"])
         medians.append(statistics.median(times))
+        cpu.append(statistics.median(t for r in results for t in r["cpu_ms"]))
         quarter = len(times) // 4
         row[package] = {
             "median_ms": round(medians[-1], 3),
             "quartiles_ms": [round(times[quarter], 3), round(times[-quarter - 1], 3)],
+            "cpu_median_ms": round(cpu[-1], 3),
+            "page_faults": statistics.median(f for r in results for f in r["page_faults"]),
             "peak_mb": results[0]["peak_mb"] and round(max(r["peak_mb"] for r in results), 1),
             "max_rss_mb": round(max(r["max_rss_mb"] for r in results), 1),
         }
     if len(medians) == 2:
         row["time_ratio"] = round(medians[0] / medians[1], 3)
+        row["cpu_time_ratio"] = round(cpu[0] / cpu[1], 3)
     return row
 
 
@@ -227,19 +247,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--reference", type=Path, required=True, help="folder with pip opacus")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="*", help="by default all")
+    parser.add_argument("--default-malloc", action="store_true", help="see above; CPU only")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     card = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     report = {
         "what": "one whole step on one device; medians over rounds in which the packages "
-        "take turns, a process each; time_ratio below 1: this package is faster",
+        "take turns, a process each; time_ratio below 1: this package is faster; cpu: time on "
+        "the processor, without waiting for it",
         "date": datetime.date.today().isoformat(),
         "card": card,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "rows": compare(options.reference, options.device, options.rounds, options.iterations),
+        "rounds": options.rounds,
+        "default_malloc": options.device != "cpu" or options.default_malloc,
+        "rows": compare(options),
     }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

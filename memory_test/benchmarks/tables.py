@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and docs/scaling.md from results and the cost model.
+"""Writes the tables of DOCUMENTS from the committed results and the cost model.
 
     python memory_test/benchmarks/tables.py
 
@@ -15,13 +15,18 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks import scale_check, step_results
+from memory_test.benchmarks import experiment_tables, scale_check, step_results
 from memory_test.common.results import write_text
 from opacus.scale import SHAPES, Run, predict, rates_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = scale_check.RESULTS
-DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
+DOCUMENTS = (
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "scaling.md",
+    ROOT / "docs" / "experiments.md",
+    ROOT / "memory_test" / "flash_fsdp_tests" / "NORM_PARALLEL_COMPUTATION_ANALYSIS.md",
+)
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Model, GPUs, samples of a rank: of 8192 tokens.
 SCALES = (
@@ -97,6 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "check": check_table,
     "summary": summary_table,
     "scale": scale_table,
+    **experiment_tables.TABLES,
 }
 
 

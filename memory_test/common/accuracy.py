@@ -62,6 +62,17 @@ class Trace:
     # What the norms would be if squares were summed over ranks that hold different samples.
     summed_over_ranks: list[Tensor] = field(default_factory=list)
 
+    def as_json(self) -> dict[str, Any]:
+        """What plots and tables need of it."""
+        norms = [row.tolist() for row in self.norms]
+        return {"limit": self.limit, "norms": norms, "losses": self.losses}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Trace:
+        """The opposite of :meth:`as_json`."""
+        norms = [torch.tensor(row) for row in found["norms"]]
+        return cls(found["limit"], norms, found["losses"])
+
 
 def fsdp_modes(wanted: Sequence[str] | None) -> list[str]:
     """The FSDP modes to test.

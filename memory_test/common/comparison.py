@@ -78,7 +78,7 @@ def group_results(results: Iterable[Result]) -> list[Group]:
     groups = []
     for (model, task, batch, device), rows in sorted(by_key.items()):
         rows.sort(key=lambda r: (mode_order(r["mode"]), r["seq_length"], r["deferred"]))
-        many = max(r["num_processes"] for r in rows)
+        many = " and ".join(map(str, sorted({r["num_processes"] for r in rows})))
         unit = "process" if device.startswith("CPU") else "GPU"
         slug = f"{model.replace('/', '_')}_{task}_B{batch}_{_word(device)}"
         samples = f"{batch} sample{'s' if batch > 1 else ''} a {unit}"

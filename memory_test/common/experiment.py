@@ -16,7 +16,7 @@ from torch import nn
 
 from memory_test.common.failures import UsageError, fail_if_planted
 from memory_test.common.launch import Runtime
-from memory_test.common.memory import MB, MemoryWatch, peak_mb, reset_peak
+from memory_test.common.memory import MB, MemoryWatch, held_mb, peak_mb, reset_peak
 from memory_test.common.models import ModelRequest, build_model, vocabulary
 from memory_test.common.modes import RunMode, resolve_mode
 from memory_test.common.phases import PHASES, PhaseClock, collective_times, watch_private_step
@@ -93,6 +93,7 @@ def run_experiment(settings: Settings, runtime: Runtime) -> dict[str, Any]:
     mode = resolve_mode(settings.mode, runtime.world_size)
     fail_if_planted(settings.mode, runtime.rank)
     torch.manual_seed(settings.seed)
+    held = held_mb(runtime.device)
     trained = prepare(settings, mode, runtime)
     step = stepper(settings, trained, runtime)
     for _ in range(settings.warmup_iter):
@@ -108,6 +109,7 @@ def run_experiment(settings: Settings, runtime: Runtime) -> dict[str, Any]:
     return {
         **_description(settings, trained, runtime),
         "peak_memory_mb": round(peak, 1),
+        "held_before_mb": round(runtime.largest([held])[0], 1),
         "peak_memory_gb": round(peak / 1024, 3),
         **time_summary(times),
         "phases_ms": _with_reduction(phases, collectives),
@@ -254,12 +256,20 @@ def _make_private(settings: Settings, trained: Trained, runtime: Runtime) -> Non
         )
     trained.model, trained.optimizer = made[0], made[1]
     if len(made) == 4:
-        trained.criterion, trained.wrapped_loss = made[2], True
+        # "auto" returns four also where it chose a mode that leaves the criterion as it is.
+        trained.wrapped_loss = made[2] is not trained.criterion
+        trained.criterion = made[2]
 
 
 def is_deferred(trained: Trained) -> bool:
     """Whether the norms of this model wait for the end of the backward pass."""
     return bool(getattr(trained.model, "_use_deferred_norm", False))
+
+
+def stands_for(trained: Trained) -> str | None:
+    """The mode that ``auto`` chose; nothing in other modes."""
+    choice = getattr(trained.model, "auto_choice", None)
+    return None if choice is None else str(choice.mode)
 
 
 def _description(settings: Settings, trained: Trained, runtime: Runtime) -> dict[str, Any]:
@@ -283,14 +293,12 @@ def _description(settings: Settings, trained: Trained, runtime: Runtime) -> dict
         "batch_size": settings.batch_size,
         "total_batch_size": settings.batch_size * runtime.world_size,
         "num_gpus": runtime.world_size if cuda else 0,
-        "num_processes": runtime.world_size,
         "deferred": is_deferred(trained),
+        "stands_for": stands_for(trained),
         "memory_source": "allocator" if cuda else "resident set",
-        "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
         "device_memory_gb": _device_memory(device),
-        "versions": versions(),
         "config": config,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **description(runtime),
     }
 
 
@@ -298,6 +306,18 @@ def _device_memory(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return round(torch.cuda.get_device_properties(device).total_memory / MB / 1024, 1)
+
+
+def description(runtime: Runtime) -> dict[str, Any]:
+    """Where and when something is measured."""
+    device = runtime.device
+    cuda = device.type == "cuda"
+    return {
+        "num_processes": runtime.world_size,
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -115,6 +116,18 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what an earlier run in this process left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def held_mb(device: torch.device) -> float:
+    """What a GPU's allocator has given out; 0 on the CPU."""
+    return torch.cuda.memory_allocated(device) / MB if device.type == "cuda" else 0.0
 
 
 def peak_mb(device: torch.device) -> float:

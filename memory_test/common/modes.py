@@ -56,10 +56,11 @@ def is_deferrable(name: str) -> bool:
 def package_modes() -> dict[str, Any]:
     """The modes of the ``opacus`` that is imported, with what it says about each."""
     try:
-        from opacus.core.modes import MODES
+        from opacus.core import modes
     except ImportError:
         return dict.fromkeys(_WITHOUT_TABLE)
-    return dict(MODES)
+    known: dict[str, Any] = dict(modes.MODES)
+    return known | ({modes.AUTO: None} if hasattr(modes, "AUTO") else {})
 
 
 def available_modes() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,11 +122,20 @@ def collective_times(step: Callable[[], Any], device: torch.device) -> dict[str,
         step()
         if cuda:
             torch.cuda.synchronize(device)
+    return times_of_collectives(profile.events() or (), cuda)
+
+
+def times_of_collectives(events: Iterable[Any], cuda: bool) -> dict[str, float]:
+    """Milliseconds of each kind of collective among the events of a profile.
+
+    On a GPU ``nccl:...`` are the ranges around the kernels; only the kernels count.
+    """
     total = dict.fromkeys(COLLECTIVES, 0.0)
-    for event in profile.events() or ():
+    for event in events:
         name = event.name.lower()
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        if on_device != cuda or not name.startswith("nccl" if cuda else "gloo:"):
+        kernel = name.startswith("nccl") and not name.startswith("nccl:")
+        if on_device != cuda or not (kernel if cuda else name.startswith("gloo:")):
             continue
         for kind, words in COLLECTIVES.items():
             if any(word in name for word in words):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,6 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from memory_test.common.comparison import Group, Result
 from memory_test.common.phases import PHASES
+from memory_test.common.results import write_bytes
 
 STYLE = {
     "figure.dpi": 150,
@@ -319,6 +322,21 @@ PLOTS: dict[str, Callable[[Group], Figure | None]] = {
     "phases": plot_phases,
     "memory_breakdown": plot_memory_breakdown,
 }
+
+
+def save(figure: Figure, path: Path, source: str | None = None) -> None:
+    """Write a figure as PNG.
+
+    Args:
+        figure: The figure; it is closed.
+        path: The file.
+        source: Kept in its metadata.
+    """
+    picture = io.BytesIO()
+    metadata = {"Software": None, "Source": source} if source else None
+    figure.savefig(picture, format="png", bbox_inches="tight", pad_inches=0.15, metadata=metadata)
+    plt.close(figure)
+    write_bytes(path, picture.getvalue())
 
 
 def two_panels(title: str) -> tuple[Figure, list[Axes]]:

@@ -14,6 +14,8 @@ from typing import Any
 from memory_test.common.failures import StorageError, UsageError
 
 NUMBER = (int, float)
+# Layout of a file that holds the results of a series.
+BUNDLE = "experiments 1"
 # What a result always has; a list of numbers is checked by its first element.
 SCHEMA: dict[str, Any] = {
     "status": str,
@@ -115,8 +117,15 @@ def failure_path(output: Path) -> Path:
     return output.with_suffix(".failure.json")
 
 
+def is_bundle(found: Any) -> bool:
+    """Whether a JSON value is what ``collect_results.py`` writes."""
+    return isinstance(found, dict) and found.get("layout") == BUNDLE
+
+
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """All results below a folder, the failures, and what could not be read.
+
+    Files of :data:`BUNDLE` layout hold many of them.
 
     Raises:
         UsageError: There is no such folder.
@@ -130,7 +139,10 @@ def read_results(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
         except (OSError, ValueError) as error:
             unread.append(f"{path}: {error}")
             continue
-        if isinstance(found, dict) and found.get("status") == "failed":
+        if is_bundle(found):
+            results += [{**r, "file": str(path)} for r in found["results"]]
+            failures += [{**f, "file": str(path)} for f in found["failures"]]
+        elif isinstance(found, dict) and found.get("status") == "failed":
             failures.append({**found, "file": str(path)})
         elif wrong := check_result(found):
             unread.append(f"{path}: {'; '.join(wrong[:3])}")

@@ -58,9 +58,11 @@ def benchmark(args: argparse.Namespace, runtime: Runtime) -> bool:
     """Measure; whether the sums were right. A collective call."""
     from memory_test.common import norm_cost
     from memory_test.common.comparison import table
+    from memory_test.common.experiment import description
 
     cuda = runtime.device.type == "cuda"
-    layers = norm_cost.linear_layers(args.model_name or ("llama3-1b" if cuda else "small"))
+    name = args.model_name or ("llama3-1b" if cuda else "small")
+    layers = norm_cost.linear_layers(name)
     backends = args.backends or (["nccl", "gloo"] if cuda else ["gloo"])
     if "nccl" in backends and not cuda:
         raise UsageError("--backends nccl needs GPUs")
@@ -75,7 +77,8 @@ def benchmark(args: argparse.Namespace, runtime: Runtime) -> bool:
               f"{runtime.world_size} processes on {runtime.device.type}; ms, median")  # fmt: skip
         print(table(norm_cost.HEADER, [norm_cost.cells(row) for row in rows]))
         if args.output is not None:
-            write_json(args.output, {"rows": rows, "processes": runtime.world_size})
+            about = {"model": name, "batch_size": args.batch_size, **description(runtime)}
+            write_json(args.output, {"kind": "norms", **about, "rows": rows})
     return all(row["error"] <= 1e-2 if cuda else row["error"] <= 1e-5 for row in rows)
 
 

@@ -99,15 +99,22 @@ def _deliver(
     fine: bool,
 ) -> None:
     from memory_test.common import accuracy
+    from memory_test.common.experiment import description
 
     folder = args.output_dir
     world = runtime.world_size
-    write_json(folder / "accuracy.json", {"passed": fine, "ranks": world, "rows": rows})
+    about = {"kind": "accuracy", "passed": fine, "ranks": world, **description(runtime)}
+    write_json(folder / "accuracy.json", {**about, "alone": alone.as_json(), "rows": rows})
     text = accuracy.report(rows, alone, world, str(runtime.device.type), left_out, fine)
     write_text(folder / "report.md", text)
-    picture = io.BytesIO()
-    accuracy.draw(rows, alone, world).savefig(picture, format="png", bbox_inches="tight")
-    write_bytes(folder / "accuracy.png", picture.getvalue())
+    try:
+        figure = accuracy.draw(rows, alone, world)
+    except ImportError as error:
+        print(f"accuracy.png needs matplotlib (pip install matplotlib): {error}", file=sys.stderr)
+    else:
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", bbox_inches="tight")
+        write_bytes(folder / "accuracy.png", picture.getvalue())
     print(f"written to {folder}")
 
 

@@ -49,7 +49,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--warmup-iter", type=int, default=1, help="steps before them")
     add("--output", type=Path, help="JSON file of the result")
     add("--model-name", default="llama3-1b", help="built-in shape, local folder or hub id")
-    add("--token", help="token for the hub; else HF_TOKEN")
+    # The value may be missing: --token $HF_TOKEN without the variable must get as far as a result
+    # or an error that says what the hub wants.
+    add("--token", nargs="?", help="token for the hub; else HF_TOKEN")
     add("--random-weights", action="store_true", help="take only the shape of a known hub id")
     add("--task", choices=("lm", "classify"), default="lm", help="(diffusion models: denoise)")
     add("--sigma", type=float, default=1.0, help="noise multiplier")
@@ -58,6 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--optimizer", choices=("sgd", "adamw"), default="sgd")
     add("--lora-rank", type=int, default=0, help="train adapters of this rank only")
+    add("--deferred", type=int, choices=(0, 1), help="default: as OPACUS_USE_DEFERRED_NORM says")
     add("--activation-checkpointing", action="store_true")
     add("--no-profiler", action="store_true", help="do not measure collectives")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -102,6 +105,7 @@ def settings_of(args: argparse.Namespace) -> Any:
         seed=args.seed,
         optimizer=args.optimizer,
         lora_rank=args.lora_rank,
+        deferred=None if args.deferred is None else bool(args.deferred),
         profile_collectives=not args.no_profiler,
     )
 
@@ -127,7 +131,7 @@ def measure(args: argparse.Namespace) -> int:
                 prepare_folder(args.output)
             result = run_experiment(settings_of(args), runtime)
             if runtime.is_main:
-                _deliver(args, result)
+                deliver(args, result)
     except Exception as error:
         failure = describe(error, rank)
         if failure.details and failure.kind != "storage":
@@ -137,7 +141,8 @@ def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Print a result, and write it where the arguments say."""
     print(
         f"{result['mode']}: {result['avg_time_ms']:.2f} ms a step (median "
         f"{result['median_time_ms']:.2f}), peak {result['peak_memory_gb']:.2f} GB, "

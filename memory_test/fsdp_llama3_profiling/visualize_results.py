@@ -7,7 +7,6 @@ failures. Writes PNG files and ``summary.md``. Of runs that are the same the lat
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,25 +23,19 @@ from memory_test.common.comparison import (
     runs_table,
 )
 from memory_test.common.failures import EXIT_USAGE, StorageError, UsageError, describe
-from memory_test.common.results import prepare_folder, read_results, write_bytes, write_text
+from memory_test.common.results import prepare_folder, read_results, write_text
 
 
 def draw(group: Group, folder: Path, prefix: str) -> list[str]:
     """Draw all plots of a group; the names of the files."""
-    import matplotlib.pyplot as plt
-
-    from memory_test.common.plots import PLOTS
+    from memory_test.common.plots import PLOTS, save
 
     written = []
     for name, plot in PLOTS.items():
         figure = plot(group)
-        if figure is None:
-            continue
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", bbox_inches="tight", pad_inches=0.15)
-        plt.close(figure)
-        written.append(f"{prefix}{name}.png")
-        write_bytes(folder / written[-1], picture.getvalue())
+        if figure is not None:
+            written.append(f"{prefix}{name}.png")
+            save(figure, folder / written[-1])
     return written
 
 

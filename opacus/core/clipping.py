@@ -42,7 +42,15 @@ def clip_flat(norms: Tensor, max_grad_norm: float) -> Clipped:
     """
     excluded = ~torch.isfinite(norms)
     factors = (max_grad_norm / (norms + EPSILON)).clamp(max=1.0)
-    return Clipped(torch.where(excluded, torch.zeros_like(factors), factors), excluded)
+    return Clipped(factors.masked_fill(excluded, 0.0), excluded)
+
+
+def excluded_or_none(excluded: Tensor) -> Tensor | None:
+    """``None`` where no sample is excluded, so that nothing has to be masked.
+
+    Only a CPU is asked: to look at a device's memory would make the host wait for it.
+    """
+    return None if excluded.device.type == "cpu" and not bool(excluded.any()) else excluded
 
 
 def clip_each(

@@ -17,14 +17,15 @@ all ranks (``replicated.py``) sums the layers that each rank has measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.noise import ShardedNoise, gaussian
+from opacus.core.kernels.gaussian import add_gaussian, can_fuse
+from opacus.core.noise import ShardedNoise, consecutive, gaussian
 from opacus.core.profiling import REDUCTION, timed
 from opacus.core.sharded import is_dtensor, is_fsdp
 
@@ -36,6 +37,8 @@ class Single:
     """One process."""
 
     world_size = 1
+    # Whether all noise comes from one generator, wherever it is due.
+    one_draw: ClassVar[bool] = True
 
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
         self.generator = generator
@@ -46,22 +49,56 @@ class Single:
         return gaussian(std, reference, self.generator, self.secure_mode)
 
     def noised(
-        self, std: float, sums: Sequence[Tensor], in_place: bool = False
+        self,
+        std: float,
+        sums: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        in_place: bool = False,
     ) -> Iterable[Tensor]:
-        """Each sum with the noise that is due to it here, in the dtype of the sum; one by one.
+        """Each sum with the noise that is due to it here; formed when it is asked for.
 
         Args:
             std: Standard deviation of the noise.
             sums: Sums of clipped gradients.
-            in_place: Overwrite them, which saves the memory of another gradient.
+            dtypes: Dtype of each result.
+            in_place: Overwrite sums that have it, which saves the memory of another gradient.
         """
-        return (self._with_noise(std, total, in_place) for total in sums)
+        wanted = iter(dtypes)
+        for piece in consecutive(sums):
+            own = [next(wanted) for _ in piece]
+            if self._can_fuse(std, piece, own):
+                yield from self._fused(std, piece, own, in_place)
+            else:
+                for total, dtype in zip(piece, own, strict=True):
+                    yield self._with_noise(std, total, dtype, in_place)
 
-    def _with_noise(self, std: float, total: Tensor, in_place: bool) -> Tensor:
-        half = total.dtype in (torch.float16, torch.bfloat16)
+    def _can_fuse(self, std: float, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+        """Whether one kernel can draw and add the noise of these sums."""
+        due = self.one_draw and std > 0 and not self.secure_mode and self.draws_shared_noise()
+        return (
+            due
+            and len({total.device for total in sums}) == 1
+            and torch.float64 not in dtypes
+            and all(not is_dtensor(t) and can_fuse(t, self.generator) for t in sums)
+        )
+
+    def _fused(
+        self, std: float, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], in_place: bool
+    ) -> Iterator[Tensor]:
+        pairs = zip(sums, dtypes, strict=True)
+        results = [
+            total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+            for total, dtype in pairs
+        ]
+        add_gaussian(std, sums, results, self.generator)
+        yield from results
+
+    def _with_noise(self, std: float, total: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+        half = dtype in (torch.float16, torch.bfloat16)
+        in_place = in_place and total.dtype == dtype
         if half and total.is_contiguous() and not is_dtensor(total):
             # A piece at a time: noise is drawn in fp32, twice as wide.
-            out = total if in_place else torch.empty_like(total)
+            out = total if in_place else torch.empty_like(total, dtype=dtype)
             pieces = zip(total.view(-1).split(PIECE), out.view(-1).split(PIECE), strict=True)
             for piece, place in pieces:
                 noise = self.noise(std, piece)
@@ -69,8 +106,8 @@ class Single:
             return out
         noise = self.noise(std, total)
         if noise is None:
-            return total if in_place else total.clone()
-        return total.add_(noise) if in_place else noise.add_(total).to(total.dtype)
+            return total if in_place else total.to(dtype, copy=True)
+        return total.add_(noise) if in_place else noise.add_(total).to(dtype)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the noised gradients over ranks, where that has not been done."""
@@ -104,6 +141,8 @@ class DataParallel(Single):
 class Sharded(Single):
     """Parameters sharded by FSDP2, different samples on each rank."""
 
+    one_draw = False
+
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
         super().__init__(generator, secure_mode)
         self.rank = dist.get_rank()
@@ -122,11 +161,16 @@ class Sharded(Single):
         return self.streams.draw(std, reference)
 
     def noised(
-        self, std: float, sums: Sequence[Tensor], in_place: bool = False
+        self,
+        std: float,
+        sums: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        in_place: bool = False,
     ) -> Iterable[Tensor]:
         plain = not all(is_dtensor(total) for total in sums)
-        if self.secure_mode or plain or not in_place:
-            return super().noised(std, sums, in_place)
+        other = any(total.dtype != dtype for total, dtype in zip(sums, dtypes, strict=True))
+        if self.secure_mode or plain or other or not in_place:
+            return super().noised(std, sums, dtypes, in_place)
         # On the local shards: an operation on a DTensor costs more time than this noise.
         shards: list[Any] = list(sums)
         self.streams.add_to_shards(std, shards)
@@ -135,6 +179,8 @@ class Sharded(Single):
 
 class TensorParallel(Single):
     """Layers split over ranks that all hold the same samples."""
+
+    one_draw = False
 
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
         super().__init__(generator, secure_mode)

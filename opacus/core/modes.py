@@ -34,6 +34,9 @@ class Mode:
         return self.strategy != "materialise"
 
 
+# Stands for one of the others, which depends on the model: see auto.py.
+AUTO = "auto"
+
 MODES: dict[str, Mode] = {
     "hooks": Mode(),
     "functorch": Mode(samples="vmap"),
@@ -55,12 +58,18 @@ def mode_of(grad_sample_mode: str) -> Mode:
     """The mode of this name.
 
     Raises:
-        ValueError: There is no such mode; the message lists those there are.
+        ValueError: There is no such mode; the message lists those there are. Or it is
+            ``"auto"``, which only a model can resolve.
     """
+    if grad_sample_mode == AUTO:
+        raise ValueError(
+            "grad_sample_mode 'auto' depends on the model, which is not known here: use "
+            "make_private or wrap_model, or pass what opacus.core.auto.chosen_for(model).mode names"
+        )
     try:
         return MODES[grad_sample_mode]
     except (KeyError, TypeError):
         raise ValueError(
             f"Unexpected grad_sample_mode: {grad_sample_mode!r}. "
-            f"Allowed values: {', '.join(MODES)}."
+            f"Allowed values: {', '.join(MODES)}, {AUTO}."
         ) from None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opacus.core.kernels.gaussian import add_gaussian, can_fuse
 from opacus.core.torch_internals import as_sharded
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ShardedNoise:
             groups.setdefault(key, []).append(shard)
         for (index, device, _), shards in groups.items():
             stream = self._stream(index, device)
-            for piece in _pieces(shards):
+            for piece in consecutive(shards):
                 _add_noise(std, piece, stream)
 
     def draw_equal(self, std: float, reference: Tensor) -> Tensor:
@@ -178,22 +179,24 @@ class ShardedNoise:
         return self._base
 
 
-def _pieces(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of at most :data:`PIECE_ELEMENTS` together, or one larger one."""
+def consecutive(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in a row of at most :data:`PIECE_ELEMENTS` together, or one larger one."""
     piece: list[Tensor] = []
     size = 0
-    for shard in shards:
-        if piece and size + shard.numel() > PIECE_ELEMENTS:
+    for tensor in tensors:
+        if piece and size + tensor.numel() > PIECE_ELEMENTS:
             yield piece
             piece, size = [], 0
-        piece.append(shard)
-        size += shard.numel()
+        piece.append(tensor)
+        size += tensor.numel()
     if piece:
         yield piece
 
 
 def _add_noise(std: float, shards: list[Tensor], stream: torch.Generator) -> None:
     """Add one draw from ``stream`` to the shards, drawn in fp32 (fp64 for fp64)."""
+    if all(can_fuse(shard, stream) for shard in shards):
+        return add_gaussian(std, shards, shards, stream)
     dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
     sizes = [shard.numel() for shard in shards]
     noise = torch.empty(sum(sizes), device=shards[0].device, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,18 @@ from opacus.core.recorder import Layer, Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
 
+if TYPE_CHECKING:
+    from opacus.core.exchange import Exchange
+
 # Records of at most this many elements are stacked and handled in one batched
 # call: launches, not arithmetic, are what small layers cost.
 GROUP_ELEMENTS = 1 << 20
 # Most elements that are stacked for one such call.
 STACK_ELEMENTS = 1 << 24
+# Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
+# if they are at most this share of the layer's activations and backprops.
+FORMED_ELEMENTS = 1 << 18
+FORMED_SHARE = 0.5
 # Elements of per-sample gradients formed at once where they have to be summed
 # over several uses (weight tying) before their norm is taken.
 CHUNK_ELEMENTS = 1 << 26
@@ -43,6 +50,8 @@ class NormLedger:
         planner: Where there will be no second backward pass: decides whether a layer's
             per-sample gradients are kept or its records are. ``None``: records are
             dropped once their norm is known.
+        exchange: Takes the layers whose per-sample gradients are exchanged with other ranks
+            as their records arrive, deferred or not.
     """
 
     def __init__(
@@ -52,11 +61,13 @@ class NormLedger:
         deferred: bool = False,
         budget_bytes: int | None = None,
         planner: Planner | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.batch = batch
         self.deferred = deferred
         self.budget_bytes = budget_bytes
         self.planner = planner
+        self.exchange = exchange
         # Per-sample gradients that are kept for the clipped sum.
         self.formed: dict[str, Tensor] = {}
         self.formed_layers: set[str] = set()
@@ -80,6 +91,11 @@ class NormLedger:
         """
         name = record.spec.name
         check_rows(record, self.batch)
+        if self.exchange is not None and self.exchange.takes(record.layer):
+            if self.planner is not None:
+                self.planner.exchanged(record)
+            self.exchange.put(record)
+            return
         alone = not (record.reused or record.layer.shared)
         rule = record.layer.rule
         if rule.needs_parameters and not (rule.measures and alone):
@@ -124,6 +140,9 @@ class NormLedger:
         norms = sums_of_squares([self.formed[owner] for owner in left])
         for owner, norm_sq in zip(left, norms, strict=True):
             self._accumulate(owner, norm_sq)
+        if self.exchange is not None:
+            for owner, norm_sq in self.exchange.finish_norms().items():
+                self._accumulate(owner, norm_sq)
         return self._norm_sq
 
     def _hold(self, records: Sequence[Record]) -> None:
@@ -137,11 +156,15 @@ class NormLedger:
     def _settle(self, records: Sequence[Record]) -> None:
         """Norms of layers that stand alone; with a planner, also what is kept of each."""
         if self.planner is not None:
-            stored = [r for r in records if self.planner.stores(r)]
-            for record in stored:
-                self._form(record)
+            for record in records:
+                if self.planner.stores(record):
+                    self._form(record)
             records = [r for r in records if r.spec.name not in self.formed_layers]
             self._hold(records)
+        elif len(records) == 1 and _is_cheaply_formed(records[0]):
+            self._form(records[0])
+            self._done.add(records[0].spec.name)
+            return
         if records:
             self._compute(records)
 
@@ -197,7 +220,8 @@ class NormLedger:
         for index, record in enumerate(records):
             self._done.add(record.spec.name)
             for name, value in norm_sq.items():
-                self._add(record.layer, name, value[index * rows : (index + 1) * rows])
+                own = value if len(records) == 1 else value[index * rows : (index + 1) * rows]
+                self._add(record.layer, name, own)
 
     @each_layer
     def _compute_uses(self, records: Sequence[Record]) -> None:
@@ -284,6 +308,18 @@ def check_rows(record: Record, batch: int) -> None:
         f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
         "freeze the layer"
+    )
+
+
+def _is_cheaply_formed(record: Record) -> bool:
+    """Whether a norm takes small per-sample gradients, which a second pass need not form again."""
+    rule, spec = record.layer.rule, record.spec
+    most = max(FORMED_ELEMENTS, FORMED_SHARE * record.elements)
+    return (
+        rule.norm_is_local
+        and not rule.needs_parameters
+        and record.batch * spec.elements <= most
+        and rule.forms_grads(spec, record.activations, record.backprops)
     )
 
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.scaled_rows import scaled_rows, without_excluded
+from opacus.core.clipping import excluded_or_none
+from opacus.core.kernels.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.planner import Planner, free_memory
 from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
 from opacus.core.recorder import Record, Recorder
 from opacus.core.strategy import Ghost
+
+if TYPE_CHECKING:
+    from opacus.core.exchange import Exchange
+    from opacus.core.stored_shards import StoredShards
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
@@ -46,28 +51,34 @@ class Terms:
         stored: ``[B, *shape]`` per-sample gradients, or ``None``.
         later: Each gives one further term, of the parameter's shape, when called.
         factors: ``[B]`` clipping factors of this parameter.
-        excluded: ``[B]`` bool.
+        excluded: ``[B]`` bool, ``None`` if there are none.
     """
+
+    __slots__ = ("excluded", "factors", "later", "stored")
 
     def __init__(
         self,
         stored: Tensor | None,
         later: Sequence[Callable[[], Tensor]],
         factors: Tensor,
-        excluded: Tensor,
+        excluded: Tensor | None,
     ) -> None:
         self.stored = stored
-        self.later = list(later)
+        self.later = later
         self.factors = factors
         self.excluded = excluded
+
+    def _stored_sum(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
+        rows = len(stored)
+        excluded = None if self.excluded is None else self.excluded[:rows]
+        return weighted_sum(stored, self.factors[:rows], excluded, out=out)
 
     def write(self, out: Tensor) -> None:
         """Write the sum to ``out``, whose elements are in the order of the parameter's."""
         first = self.stored is None
         if self.stored is not None:
-            rows = len(self.stored)
-            cut = self.stored.reshape(rows, *out.shape)  # a sampler may return a transpose
-            weighted_sum(cut, self.factors[:rows], self.excluded[:rows], out=out)
+            # A sampler may return a transpose.
+            self._stored_sum(self.stored.reshape(len(self.stored), *out.shape), out)
         elif not self.later:
             out.zero_()
         for term in self.later:
@@ -77,10 +88,7 @@ class Terms:
 
     def value(self) -> Tensor | None:
         """The sum as a tensor of its own."""
-        total = None
-        if self.stored is not None:
-            rows = len(self.stored)
-            total = weighted_sum(self.stored, self.factors[:rows], self.excluded[:rows])
+        total = None if self.stored is None else self._stored_sum(self.stored)
         for term in self.later:
             total = term() if total is None else total + term()
         return total
@@ -152,12 +160,20 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
+        # Under FSDP2: decides which layers' per-sample gradients ranks exchange.
+        self.stored_shards: StoredShards | None = None
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
         budget = self.held_budget
         self.planner.start(free_memory(losses.device) if budget is None else budget)
         super().norm_pass(losses, retain_graph)
+
+    def _begin_exchange(self, losses: Tensor) -> Exchange | None:
+        if self.stored_shards is None:
+            return None
+        uses = self.recorder.uses
+        return self.stored_shards.begin(len(losses), uses, self.planner, losses.device)
 
     def abandon(self) -> None:
         """See :meth:`Ghost.abandon`."""
@@ -179,16 +195,23 @@ class OnePass(Ghost):
     def _sum(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
         assert self.ledger is not None
         ledger, self.ledger = self.ledger, None
-        sums = _KeptSums(ledger.held, factors, excluded)
+        masked = excluded_or_none(excluded)
+        sums = _KeptSums(ledger.held, factors, masked)
         ledger.held = []
+        exchange = ledger.exchange
+        if exchange is not None:
+            assert isinstance(factors, Tensor), "exchanged gradients are clipped as a whole"
+            exchange.gather_factors(factors, excluded)
         for name, parameter in self.parameters:
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or (exchange is not None and name in exchange.names):
                 continue
             own = factors if isinstance(factors, Tensor) else factors.get(name)
             if own is None:  # a parameter without a norm took no part
                 own = torch.zeros(len(excluded), device=excluded.device)
             stored = ledger.formed.pop(name, None)
-            self.sink.put(name, Terms(stored, sums.terms_of(name), own, excluded))
+            self.sink.put(name, Terms(stored, sums.terms_of(name), own, masked))
+        if exchange is not None:
+            exchange.add_sums(dict(self.parameters))
         self.sink.finish()
 
 
@@ -198,17 +221,20 @@ class _KeptSums:
     Args:
         records: The kept records.
         factors: Of all parameters or by parameter name.
-        excluded: ``[B]`` bool.
+        excluded: ``[B]`` bool, ``None`` if there are none.
     """
 
     def __init__(
-        self, records: list[Record], factors: Tensor | Mapping[str, Tensor], excluded: Tensor
+        self,
+        records: list[Record],
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor | None,
     ) -> None:
         self.factors = factors
         self.excluded = excluded
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
-        self._latest: tuple[Any, Any] = (None, None)
+        self._masking = Masking()
         for record in records:
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
@@ -235,20 +261,17 @@ class _KeptSums:
     def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
         factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
         rows, backprops = record.batch, record.backprops
-        excluded = self.excluded[:rows].to(backprops.device)
+        activations, excluded = record.activations, self.excluded
+        if excluded is not None:
+            excluded = excluded[:rows].to(backprops.device)
+            activations = self._finite(record, excluded)
         backprops = scaled_rows(backprops, factors[:rows].to(backprops.device), excluded)
-        activations = self._finite(record, excluded)
-        spec = replace(record.spec, params=names)
+        spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
         return record.layer.rule.wide_sum(spec, activations, backprops)
 
     def _finite(self, record: Record, excluded: Tensor) -> Any:
-        """Activations whose excluded rows are zero; layers in a row often share them."""
+        """Activations whose excluded rows are zero."""
         activations, rule = record.activations, record.layer.rule
         if not rule.by_rows(activations, record.batch):
             return activations
-        if not excluded.is_cuda and not bool(excluded.any()):
-            return activations
-        key = tuple((a.data_ptr(), a.shape, a.stride()) for a in activations)
-        if key != self._latest[0]:
-            self._latest = (key, without_excluded(activations, excluded))
-        return self._latest[1]
+        return self._masking.without(activations, excluded)

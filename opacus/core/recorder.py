@@ -25,7 +25,6 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from opacus.core.provenance import IndexCheck
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
+from opacus.core.torch_internals import direct_apply
 
 
 @dataclass(eq=False)
@@ -66,21 +66,20 @@ class Layer:
 
     def trainable_now(self) -> LayerSpec:
         """The spec restricted to the parameters that still require gradients."""
-        parameters = self.module._parameters
-        for name in self.spec.params:
-            if not _requires_grad(parameters.get(name)):
-                break
-        else:
-            return self.spec
-        names = tuple(n for n in self.spec.params if _requires_grad(parameters.get(n)))
-        return replace(self.spec, params=names)
+        parameters, spec = self.module._parameters, self.spec
+        for name in spec.params:
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad:
+                names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
+                return replace(spec, params=names)
+        return spec
 
 
 @dataclass(eq=False)
 class Generation:
     """Forward passes over the same batch rows, with the taps that still wait."""
 
-    uses: Counter[str] = field(default_factory=Counter)
+    uses: dict[str, int] = field(default_factory=dict)
     begun: bool = False
     waiting: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
 
@@ -121,8 +120,16 @@ class Record:
     @property
     def elements(self) -> int:
         """Number of elements of activations and backprops."""
-        leaves, _ = tree_flatten((self.activations, self.backprops))
-        return sum(t.numel() for t in leaves if isinstance(t, Tensor))
+        return sum(t.numel() for t in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among activations and backprops."""
+        activations, backprops = self.activations, self.backprops
+        if type(activations) is tuple and isinstance(backprops, Tensor):
+            return [*activations, backprops]
+        leaves, _ = tree_flatten((activations, backprops))
+        return [t for t in leaves if isinstance(t, Tensor)]
 
     @property
     def batch(self) -> int:
@@ -157,8 +164,7 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
-        self._indices = IndexCheck()
-        self._swapped: dict[int, list[dict[str, nn.Parameter]]] = {}
+        self._indices = IndexCheck(layer.spec for layer in layers)
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
@@ -181,6 +187,11 @@ class Recorder:
             self.handles.pop().remove()
         self.forget()
 
+    @property
+    def uses(self) -> Mapping[str, int]:
+        """How often each layer ran over the latest batch rows, in the order of its first use."""
+        return self._generation.uses
+
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -197,7 +208,7 @@ class Recorder:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_swapped={}, _current=None, _generation=Generation(), in_backward=False)
+        state.update(_current=None, _generation=Generation(), in_backward=False)
         return state
 
     # --- forward ---
@@ -214,33 +225,18 @@ class Recorder:
         self._current = ForwardPass(self._generation, batch)
         self.latest_batch = batch
         if self.batch_first:
-            self._indices.begin((args, kwargs), batch)
+            self._indices.begin((args, kwargs), batch, self.active(module))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._current = None
-
-    def swap_parameters(self, layer: Layer) -> None:
-        parameters = layer.module._parameters
-        kept: dict[str, nn.Parameter] = {}
-        for name in layer.spec.params:
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.requires_grad:
-                kept[name] = parameter
-        self._swapped.setdefault(id(layer), []).append(kept)
-        for name, parameter in kept.items():
-            parameters[name] = parameter.detach()  # type: ignore[assignment]
-
-    def restore_parameters(self, layer: Layer) -> None:
-        stack = self._swapped.get(id(layer))
-        if stack:
-            layer.module._parameters.update(stack.pop())
+        self._indices.end()
 
     def tap(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
         """Send ``output`` through a tap; returns what the layer's caller gets."""
         spec = layer.trainable_now()
         if not spec.params:
             return output
-        if len(args) == 1 and not kwargs and _plain(args[0]) and _plain(output):
+        if len(args) == 1 and not kwargs and type(args[0]) is type(output) is Tensor:
             return self._tap_one(layer, spec, args[0], output)
         outputs, out_tree = tree_flatten(output)
         picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
@@ -269,9 +265,10 @@ class Recorder:
         if not self.in_backward and not x.is_floating_point():
             self._indices.look_up(spec, x)
         use = _Use(self, layer, spec, self._forward_pass(), None, None)
-        output = self._spread(use, output, [x])
+        if output.shape[0:1] == (1,):
+            output = self._spread(use, output, [x])
         use.register(output.shape, counted=not self.in_backward)
-        return _Tap.apply(_ANCHOR, use, 1, output, x)[0]
+        return _tap_one(_ANCHOR, use, output, x)
 
     def _forward_pass(self) -> ForwardPass:
         if self._current is not None:
@@ -298,34 +295,36 @@ class Recorder:
 
     def deliver(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Build the record of one use and hand it to the sink."""
-        forward_pass, name = use.forward_pass, use.spec.name
-        generation = forward_pass.generation
+        generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
-        with torch.no_grad():
-            dim = self.batch_dim(use.layer, grads[0].dim())
-            backprops = tuple(_to_front(g.detach(), dim) for g in grads)
-            self.sink(
-                Record(
-                    layer=use.layer,
-                    spec=use.spec,
-                    activations=self._activations(use, tensors, backprops, dim),
-                    backprops=backprops[0] if len(backprops) == 1 else backprops,
-                    rows=max(forward_pass.rows.get(name, 0), backprops[0].shape[0]),
-                    reused=generation.uses[name] > 1,
-                    generation=generation,
-                    forward_pass=forward_pass,
-                )
-            )
+        if not torch.is_grad_enabled():
+            self.sink(self._record(use, tensors, grads))
+            return
+        with torch.no_grad():  # create_graph=True
+            self.sink(self._record(use, tensors, grads))
 
-    def _activations(
-        self, use: _Use, tensors: tuple[Tensor, ...], backprops: tuple[Tensor, ...], dim: int
-    ) -> Any:
+    def _record(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Record:
+        forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
+        dim = self.batch_dim(layer, grads[0].dim())
+        backprops = [_to_front(g.detach(), dim) for g in grads]
         inputs = [_to_front(t.detach(), dim) for t in tensors]
-        if use.layer.rule.needs_parameters:
-            return _call(use.layer.module, *use.rebuild(inputs), dim)
-        dtype, batch = backprops[0].dtype, backprops[0].shape[0]
-        return tuple(_prepare(t, dtype, batch) for t in inputs)
+        first = backprops[0]
+        batch, dtype = first.shape[0], first.dtype
+        if layer.rule.needs_parameters:
+            activations: Any = _call(layer.module, *use.rebuild(inputs), dim)
+        else:
+            activations = tuple([_prepare(t, dtype, batch) for t in inputs])
+        return Record(
+            layer=layer,
+            spec=use.spec,
+            activations=activations,
+            backprops=first if len(backprops) == 1 else tuple(backprops),
+            rows=max(forward_pass.rows.get(name, 0), batch),
+            reused=forward_pass.generation.uses.get(name, 0) > 1,
+            generation=forward_pass.generation,
+            forward_pass=forward_pass,
+        )
 
     def batch_dim(self, layer: Layer, output_dims: int) -> int:
         """Dimension of a layer's inputs and outputs that counts samples.
@@ -333,9 +332,10 @@ class Recorder:
         In a time-major model a layer may see ``[B, H]`` too: its head, say.
         """
         own = layer.batch_first
-        if own is None and layer.features is not None and output_dims - layer.features < 2:
-            return 0
-        return 0 if (self.batch_first if own is None else own) else 1
+        if own is not None:
+            return 0 if own else 1
+        lone = layer.features is not None and output_dims - layer.features < 2
+        return 0 if self.batch_first or lone else 1
 
 
 class _LayerHooks:
@@ -344,16 +344,32 @@ class _LayerHooks:
     def __init__(self, recorder: Recorder, layer: Layer) -> None:
         self.recorder = recorder
         self.layer = layer
+        # Parameters of the calls that are running, whose place detached ones have.
+        self._swapped: list[dict[str, nn.Parameter]] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if self.recorder.detach and self.recorder.active(module):
-            self.recorder.swap_parameters(self.layer)
+        recorder = self.recorder
+        if not (recorder.detach and recorder.active(module)):
+            return
+        parameters = self.layer.module._parameters
+        kept: dict[str, nn.Parameter] = {}
+        for name in self.layer.spec.params:
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                kept[name] = parameter
+        self._swapped.append(kept)
+        for name, parameter in kept.items():
+            parameters[name] = parameter.detach()  # type: ignore[assignment]
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        self.recorder.restore_parameters(self.layer)
+        if self._swapped:
+            self.layer.module._parameters.update(self._swapped.pop())
         if output is None or not self.recorder.active(module):
             return None
         return self.recorder.tap(self.layer, args, kwargs, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_swapped": []}
 
 
 class _Use:
@@ -387,12 +403,13 @@ class _Use:
         """Note that the layer ran; a recomputation is not counted as another use."""
         if not counted:
             return
-        name, current = self.spec.name, self.forward_pass
-        current.generation.uses[name] += 1
-        current.generation.waiting.add(self)
-        dim = 0 if len(output_shape) < 2 else self.recorder.batch_dim(self.layer, len(output_shape))
-        rows = output_shape[dim] if output_shape else 0
-        current.rows[name] = max(current.rows.get(name, 0), rows)
+        name, rows = self.spec.name, self.forward_pass.rows
+        generation = self.forward_pass.generation
+        generation.uses[name] = generation.uses.get(name, 0) + 1
+        generation.waiting.add(self)
+        dims = len(output_shape)
+        dim = 0 if dims < 2 else self.recorder.batch_dim(self.layer, dims)
+        rows[name] = max(rows.get(name, 0), output_shape[dim] if dims else 0)
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's arguments, with ``tensors`` in the places of the original ones."""
@@ -427,6 +444,24 @@ class _Tap(torch.autograd.Function):
         return (None, None, None, *grads, *([None] * ctx.num_inputs))
 
 
+class _TapOne(torch.autograd.Function):
+    """:class:`_Tap` for one input and one output, which takes less time."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, use: _Use, output: Tensor, x: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(x)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        return None, None, grads[0], None
+
+
+_tap_one = direct_apply(_TapOne)
+
+
 def _to_front(tensor: Tensor, batch_dim: int) -> Tensor:
     return tensor.transpose(0, 1) if batch_dim == 1 and tensor.dim() > 1 else tensor
 
@@ -444,10 +479,6 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batc
     parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
     buffers = {n: b for n, b in module._buffers.items() if b is not None}
     return Call(args, kwargs, parameters, buffers, batch_dim)
-
-
-def _plain(value: Any) -> bool:
-    return type(value) is Tensor
 
 
 def _requires_grad(parameter: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class ShardedSink:
         self._small: dict[str, Terms] = {}
         self._elements = 0
         self._flying: list[_Bucket] = []
+        self.reductions = 0  # started so far, the same number on all ranks
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
@@ -125,7 +126,7 @@ class ShardedSink:
         if len(self._flying) >= IN_FLIGHT:
             self._land(self._flying.pop(0))
         total = sum(self._shards_of(n).size for n in bucket.names)
-        device = next(iter(waiting.values())).excluded.device
+        device = next(iter(waiting.values())).factors.device
         bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
         start = 0
         for name in bucket.names:
@@ -137,6 +138,7 @@ class ShardedSink:
             bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True
         )
         self._flying.append(bucket)
+        self.reductions += 1
 
     def _fill(self, bucket: _Bucket, whole: Tensor, waiting: dict[str, Terms]) -> None:
         """Evaluate the sums into ``whole`` ``[W, n]``, stored gradients in one launch."""
@@ -169,12 +171,9 @@ class ShardedSink:
         replicas = self._shards_of(bucket.names[0]).replicas
         if replicas is not None:
             dist.all_reduce(bucket.shard, group=replicas)
-        for name, start in zip(bucket.names, bucket.starts, strict=True):
-            parameter: Any = self.parameters[name]
-            local = parameter.to_local()
-            grad = bucket.shard[start : start + local.numel()].view(local.shape)
-            grad = as_sharded(grad.to(device=local.device, dtype=local.dtype), parameter)
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        parts = bucket.shard.split([self._shards_of(name).size for name in bucket.names])
+        for name, values in zip(bucket.names, parts, strict=True):
+            add_shard(self.parameters[name], values)
 
     def _shards_of(self, name: str) -> Shards:
         if name not in self._shards:
@@ -187,6 +186,26 @@ class ShardedSink:
         return {**self.__dict__, **transient}
 
 
+def add_shard(parameter: Any, values: Tensor) -> None:
+    """Add to the gradient of a sharded parameter.
+
+    Args:
+        parameter: Sharded by FSDP2.
+        values: Flat; starts with this rank's shard of what is added.
+    """
+    local = parameter.to_local()
+    size = local.numel()
+    own = (values if values.numel() == size else values[:size]).view(local.shape)
+    grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def can_reduce(placements: Sequence[Any]) -> bool:
+    """Whether :class:`ShardedSink` takes it: sharded on one axis, the last of one or two."""
+    axes = [axis for axis, place in enumerate(placements) if place.is_shard()]
+    return axes == [len(placements) - 1] and len(placements) <= 2
+
+
 def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
     """How ``parameter`` lies on the ranks.
 
@@ -194,13 +213,12 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
         ValueError: It is not sharded along exactly one mesh axis, the last one.
     """
     places = parameter.placements if is_dtensor(parameter) else ()
-    axes = [axis for axis, place in enumerate(places) if place.is_shard()]
-    if axes != [len(places) - 1] or len(places) > 2:
+    if not can_reduce(places):
         raise ValueError(
             f"parameter '{name}' has placements {places}: the *_fsdp_bk modes need FSDP2 on a "
             "mesh with one axis, or (replicate, shard). Use the mode without _bk"
         )
-    mesh, axis = parameter.device_mesh, axes[0]
+    mesh, axis = parameter.device_mesh, len(places) - 1
     dim = getattr(places[axis], "dim", 0)
     world = mesh.size(axis)
     rows = -(-parameter.shape[dim] // world)

@@ -11,19 +11,22 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.clipping import rounded_down
-from opacus.core.kernels.scaled_rows import scaled_rows, without_excluded
+from opacus.core.clipping import excluded_or_none, rounded_down
+from opacus.core.kernels.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.weighted_sum import weighted_sum
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.recorder import ForwardPass, Record, Recorder
+
+if TYPE_CHECKING:
+    from opacus.core.exchange import Exchange
 
 
 class Phase(enum.Enum):
@@ -100,7 +103,11 @@ class Ghost:
         if budget is None:
             budget = default_budget(losses.device)
         self.ledger = NormLedger(
-            losses.shape[0], deferred=self.deferred, budget_bytes=budget, planner=self.planner
+            losses.shape[0],
+            deferred=self.deferred,
+            budget_bytes=budget,
+            planner=self.planner,
+            exchange=self._begin_exchange(losses),
         )
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
@@ -127,6 +134,10 @@ class Ghost:
             retain_graph: Keep the graph for another backward pass.
         """
         raise NotImplementedError
+
+    def _begin_exchange(self, losses: Tensor) -> Exchange | None:
+        """What ranks will exchange in the norm pass of ``losses`` ``[B]``."""
+        return None
 
     def start_sum(self) -> None:
         """The parameters' ``grad`` are not in use: no sample has been summed yet."""
@@ -192,6 +203,7 @@ class TwoPass(Ghost):
 
     _factors: Tensor | Mapping[str, Tensor] | None = None
     _excluded: Tensor | None = None
+    _masking: Masking | None = None
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
@@ -210,7 +222,7 @@ class TwoPass(Ghost):
     ) -> None:
         """A second backward pass, of ``sum_i factors[i] * losses[i]``."""
         self._factors = factors
-        self._excluded = excluded if bool(excluded.any()) else None
+        self._excluded, self._masking = excluded_or_none(excluded), Masking()
         weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
         if isinstance(factors, Tensor):
             weighted = weighted * rounded_down(factors, losses.dtype)
@@ -218,7 +230,7 @@ class TwoPass(Ghost):
             with self._in(Phase.SUM):
                 weighted.sum().backward(retain_graph=retain_graph)
         finally:
-            self._factors = self._excluded = self.ledger = None
+            self._factors = self._excluded = self._masking = self.ledger = None
 
     @each_layer
     def _add_gradient(self, record: Record) -> None:
@@ -227,10 +239,10 @@ class TwoPass(Ghost):
             grads = self._sum_formed(record)
         else:
             activations, backprops = record.activations, record.backprops
-            if self._excluded is not None:
+            if self._excluded is not None and self._masking is not None:
                 excluded = self._excluded[: record.batch].to(backprops.device)
                 if layer.rule.by_rows(activations, record.batch):
-                    activations = without_excluded(activations, excluded)
+                    activations = self._masking.without(activations, excluded)
                 backprops = scaled_rows(backprops, None, excluded)
             grads = self._weighted(record, activations, backprops)
         for name, grad in grads.items():
@@ -269,7 +281,7 @@ class TwoPass(Ghost):
         return sums
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_factors": None, "_excluded": None}
+        return {**super().__getstate__(), "_factors": None, "_excluded": None, "_masking": None}
 
 
 def default_budget(device: torch.device) -> int | None:

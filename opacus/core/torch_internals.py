@@ -27,9 +27,21 @@ def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     Parameters without one are left out, and so are all if this version of torch keeps its
     policies elsewhere: gradients are then summed in fp32, which is never less exact.
     """
+    return _policy_dtypes(model, "reduce_dtype")
+
+
+def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameter name -> ``param_dtype`` of the mixed-precision policy that it is under.
+
+    As in :func:`reduce_dtypes`, some or all may be left out: those compute in their own type.
+    """
+    return _policy_dtypes(model, "param_dtype")
+
+
+def _policy_dtypes(model: nn.Module, which: str) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     for name, group, _ in _managed(model):
-        dtype = getattr(getattr(group, "mp_policy", None), "reduce_dtype", None)
+        dtype = getattr(getattr(group, "mp_policy", None), which, None)
         if dtype is not None:
             found[name] = dtype
     return found
@@ -92,6 +104,17 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its preparations for functorch, which take a third of its time.
+
+    Under a functorch transform the C++ part raises, as ``apply`` does for such functions.
+    """
+    direct: Callable[..., Any] | None = getattr(
+        super(torch.autograd.Function, function), "apply", None
+    )
+    return function.apply if direct is None else direct
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is running has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
@@ -102,3 +125,28 @@ def number_of_backward() -> int:
     """A number of the backward pass that is running (a reentrant one has its own)."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if number is None else int(number())
+
+
+def default_store() -> Any:
+    """The store that joined the ranks, ``None`` if this version of torch keeps it elsewhere."""
+    from torch.distributed import distributed_c10d
+
+    found = getattr(distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
+
+
+def communication_state(model: nn.Module) -> str:
+    """How far each FSDP2 unit has come in a pass: equal where ranks have communicated equally."""
+    states = []
+    for module in model.modules():
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        for group in _groups(None if state_of is None else state_of()):
+            training = getattr(getattr(group, "_training_state", None), "name", "-")
+            fetched = getattr(group, "_all_gather_result", None) is not None
+            states.append(f"{training[:3]}{'+' * fetched}")
+    return " ".join(states)
+
+
+def is_idle(model: nn.Module) -> bool:
+    """Whether no FSDP2 unit is in the middle of a pass."""
+    return set(communication_state(model).split()) <= {"IDL"}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.attach import layers_of
+from opacus.core.auto import Choice
 from opacus.core.materialise import Materialise
 from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
@@ -73,6 +74,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
     _detach: ClassVar[bool] = False
+    # What grad_sample_mode="auto" stood for, if that is what was asked for.
+    auto_choice: Choice | None = None
 
     def __init__(
         self,
@@ -214,9 +217,13 @@ class GradSampleHooks(AbstractGradSampleHooks):
             loss_reduction: ``"mean"`` or ``"sum"``.
             batch_first: Where activations have the batch; records are batch first.
         """
-        if self.hooks_enabled:
-            with self._recorder.paused():  # a rule may run the layer again
-                self._strategy.receive(_forward_input)
+        if not self.hooks_enabled:
+            return
+        if not _forward_input.layer.rule.needs_parameters:
+            self._strategy.receive(_forward_input)
+            return
+        with self._recorder.paused():  # such a rule may run the layer again
+            self._strategy.receive(_forward_input)
 
     def _on_record(self, record: Record) -> None:
         self.capture_backprops_hook(
@@ -240,6 +247,19 @@ class GradSampleHooks(AbstractGradSampleHooks):
                 f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
             )
         return backprops
+
+    def explain(self) -> str:
+        """Which mode ``grad_sample_mode="auto"`` has chosen, and why.
+
+        Raises:
+            RuntimeError: Another mode was asked for: there is nothing to explain.
+        """
+        if self.auto_choice is None:
+            raise RuntimeError(
+                "there is a plan in the *_bk modes only, for each step that was run, and a choice "
+                "to explain with grad_sample_mode='auto'"
+            )
+        return str(self.auto_choice)
 
     @property
     def latest_batch(self) -> int | None:

@@ -352,13 +352,16 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     def explain(self) -> str:
         """The plan of the latest step: what was kept of each layer, and what it costs.
 
+        Before it, which mode ``grad_sample_mode="auto"`` has chosen, and why.
+
         Raises:
             RuntimeError: The mode keeps nothing: it is none of the ``_bk`` modes.
         """
         planner = self._strategy.planner
         if planner is None:
-            raise RuntimeError("there is a plan in the *_bk modes only, for each step that was run")
-        return planner.table()
+            return super().explain()
+        table = planner.table()
+        return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     @property
     def held_budget(self) -> int | None:

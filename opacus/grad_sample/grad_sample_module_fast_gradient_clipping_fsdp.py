@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,16 +14,28 @@ from opacus.core.data_layout import check_data_layout
 from opacus.core.fingerprint import DataCheck
 from opacus.core.layout import sum_gradients
 from opacus.core.norms import total_norms
-from opacus.core.one_pass import GradientSink
+from opacus.core.one_pass import GradientSink, OnePass
 from opacus.core.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.ranks import ranks_of
 from opacus.core.recorder import Layer, Record
+from opacus.core.recovery import Recovery
 from opacus.core.reduction import ShardedSink
 from opacus.core.replicated import LayerShares
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sharded import is_dtensor
-from opacus.core.strategy import Phase
-from opacus.core.torch_internals import managed_names, reduce_dtypes, tensor_parallel_names
+from opacus.core.stored_shards import (
+    StoredShards,
+    check_choice,
+    stored_shards_from_environment,
+)
+from opacus.core.strategy import Ghost, Phase
+from opacus.core.torch_internals import (
+    compute_dtypes,
+    managed_names,
+    reduce_dtypes,
+    tensor_parallel_names,
+)
+from opacus.core.unit_order import UnitOrder
 from opacus.core.unreached import Unreached
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -117,6 +131,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self._data_check = DataCheck(replicated, self._ranks)
         handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
         self._recorder.handles.append(handle)
+        self._unit_order = UnitOrder(self._module)
+        self._recovery = Recovery(self._module, self._reductions)
+        self._recorder.handles += [*self._unit_order.handles, self._recovery.handle]
 
     def _deal(self, layers: list[Layer]) -> LayerShares:
         trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
@@ -155,13 +172,41 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         if phase is Phase.SUM:
             self._unreached.fill(layer)
 
+    def norm_pass(
+        self, losses: Tensor, retain_graph: bool = False, loss_scale: float | None = None
+    ) -> None:
+        """See :meth:`GradSampleHooksFastGradientClipping.norm_pass`."""
+        planned = getattr(self._strategy, "stored_shards", None)
+        if planned is not None:
+            planned.flat = self._privacy.max_grad_norms is None
+        with self._recovering("norms"):
+            super().norm_pass(losses, retain_graph, loss_scale)
+
+    @contextmanager
+    def _recovering(self, what: str) -> Iterator[None]:
+        """Leaves model and hooks as before the step if a pass fails."""
+        try:
+            with self._recovery.watch(what):
+                yield
+        except BaseException:
+            self._recorder.forget()
+            self._recovery.put_back()
+            raise
+
+    def _reductions(self) -> int:
+        """How often gradients have been reduced past FSDP2."""
+        planned = getattr(self._strategy, "stored_shards", None)
+        exchanged = 0 if planned is None else planned.collectives
+        return exchanged + getattr(getattr(self._strategy, "sink", None), "reductions", 0)
+
     @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:
         """Compute the norms that wait, and publish all of them; ``[B]``, this rank's samples.
 
         Runs after the first backward pass has returned; the cache is empty afterwards.
         Sharded data: no collective, the norm of a sample is complete on the rank that holds
-        it. Replicated data: an all-reduce (for each axis of the mesh) adds the layers' norms.
+        it, unless shards of its gradient were exchanged (:attr:`stored_shards`). Replicated
+        data: an all-reduce (for each axis of the mesh) adds the layers' norms.
 
         Raises:
             RuntimeError: There was no norm pass.
@@ -182,11 +227,54 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         if not self.book_keeping:  # there FSDP2 reduces nothing
             self._unreached.start(self._reached)
-        super().sum_pass(losses, clipped, retain_graph)
+        with self._recovering("sum"):
+            super().sum_pass(losses, clipped, retain_graph)
 
     def _make_sink(self) -> GradientSink:
         parameters = dict(self._module.named_parameters())
         return ShardedSink(parameters, reduce_dtypes(self._module))
+
+    def _make_strategy(self) -> Ghost:
+        strategy = super()._make_strategy()
+        if isinstance(strategy, OnePass) and self.data_layout == "sharded":
+            strategy.stored_shards = StoredShards(
+                self._recorder.layers,
+                dict(self._module.named_parameters()),
+                compute_dtypes(self._module),
+                reduce_dtypes(self._module),
+                stored_shards_from_environment(),
+            )
+        return strategy
+
+    @property
+    def stored_shards(self) -> str:
+        """Whether ranks exchange shards of per-sample gradients during the backward pass.
+
+        ``"off"`` (the default, or what the environment variable ``OPACUS_STORED_SHARDS`` says):
+        sums are reduced after the pass. ``"auto"``: gradients of the layers for which all ranks
+        estimate it to be faster are exchanged, from the second step on. ``"always"``: those of
+        all layers that can (used once, not shared, with a rule that does not run them again).
+        Set it to the same on all ranks. It is ``"off"`` with replicated data, and not used
+        with per-layer clipping.
+
+        Raises:
+            ValueError: Set to something else, or in a mode with two backward passes or
+                replicated data.
+        """
+        planned = getattr(self._strategy, "stored_shards", None)
+        return "off" if planned is None else planned.choice
+
+    @stored_shards.setter
+    def stored_shards(self, value: str) -> None:
+        check_choice(value)
+        planned = getattr(self._strategy, "stored_shards", None)
+        if planned is not None:
+            planned.choice = value
+        elif value != "off":
+            raise ValueError(
+                f"stored_shards={value!r} needs a mode with a single backward pass "
+                "(ghost_fsdp_bk, flash_fsdp_bk) and data_layout='sharded'"
+            )
 
     def gather_norm_samples(self, order: str = "rank", indices: Any = None) -> Tensor:
         """Norms of the global batch (with sharded data a collective call).
@@ -259,6 +347,13 @@ class GradSampleModuleFastGradientClippingFSDP(
             data_layout=data_layout,
         )
         self.grad_accumulation_hook = None
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._run(*args, **kwargs)
+        except RuntimeError as error:
+            self._unit_order.explain(error)
+            raise
 
 
 def check_sharded(m: nn.Module, book_keeping: bool = False) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from opacus.core.modes import mode_of
+from opacus.core.auto import chosen_for
+from opacus.core.modes import AUTO, mode_of
 from opacus.grad_sample._samplers import Sampler
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -94,11 +95,16 @@ def wrap_model(
 
     Args:
         model: The model.
-        grad_sample_mode: One of the modes in ``opacus.core.modes.MODES``.
+        grad_sample_mode: One of the modes in ``opacus.core.modes.MODES``, or ``"auto"``.
         wrap_model: Return a wrapper module (``True``) or a hooks object (``False``).
         args: Positional arguments of the class.
         kwargs: Keyword arguments of the class.
     """
+    if grad_sample_mode == AUTO:
+        choice = chosen_for(model)
+        private = _wrap(model, choice.mode, wrap_model, *args, **kwargs)
+        private.auto_choice = choice
+        return private
     cls: Any = get_gsm_class(grad_sample_mode) if wrap_model else get_hooks_class(grad_sample_mode)
     mode = mode_of(grad_sample_mode)
     if mode.samples == "vmap":

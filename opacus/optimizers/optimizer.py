@@ -277,6 +277,9 @@ class DPOptimizer(WrappedOptimizer):
         check_rows(samples)
         clipped = self._clip(used, samples)
         scale = self._scaled.scale
+        if not self._check_skip_next_step(pop_next=False):
+            for parameter in used:  # the noised gradient is next; that of autograd takes memory
+                parameter.grad = None
         for parameter, total in zip(used, weighted_sums(clipped, samples), strict=True):
             self._accumulate(parameter, total if scale == 1.0 else total / scale)
             _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
@@ -332,16 +335,23 @@ class DPOptimizer(WrappedOptimizer):
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with)
         with torch.no_grad():
-            noised = self._layout.noised(std, sums, self._overwrites_sums)
-            for parameter, grad in zip(parameters, noised, strict=True):
-                same = grad.dtype == parameter.dtype and grad.shape == parameter.shape
-                parameter.grad = grad if same else grad.to(parameter.dtype).view_as(parameter)
-        if self._overwrites_sums:  # they are the gradients now, which autograd may add to
-            for parameter in parameters:
-                parameter.summed_grad = None  # type: ignore[attr-defined]
-        else:
-            _mark_as_processed(sums)
+            dtypes = [parameter.dtype for parameter in parameters]
+            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums)
+            for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
+                parameter.grad = grad if grad.shape == parameter.shape else grad.view_as(parameter)
+                self._retire(parameter)
+                sums[place] = grad  # lets go of the sum
         self._clipped_with = 0.0
+
+    def _retire(self, parameter: nn.Parameter) -> None:
+        """The parameter's sum has been used: give back what memory can be."""
+        summed: Tensor | None = getattr(parameter, "summed_grad", None)
+        if self._overwrites_sums:  # it is the gradient now, which autograd may add to
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        elif summed is not None:
+            # Sums of half-precision gradients are fp32 until their noise is in.
+            parameter.summed_grad = summed.to(parameter.dtype)  # type: ignore[attr-defined]
+            _mark_as_processed(parameter.summed_grad)  # type: ignore[attr-defined]
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped
-from opacus.core.kernels.reference import widen
+from opacus.core.clipping import Clipped, excluded_or_none
+from opacus.core.kernels.reference import wide_dtype
 from opacus.core.kernels.weighted_sum import weighted_sum_each
 
 
@@ -67,8 +67,8 @@ def weighted_sums(clipped: Sequence[Clipped], samples: Sequence[Tensor]) -> list
         formed = weighted_sum_each(
             [samples[k] for k in places],
             [clipped[k].factors.to(device) for k in places],
-            clipped[places[0]].excluded.to(device),
-            [widen(samples[k].new_empty(0)).dtype for k in places],
+            excluded_or_none(clipped[places[0]].excluded.to(device)),
+            [wide_dtype(samples[k]) for k in places],
         )
         sums |= dict(zip(places, formed, strict=True))
     return [sums[k] for k in range(len(samples))]

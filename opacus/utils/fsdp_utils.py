@@ -40,7 +40,8 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
             computes in fp32 whatever ``mp_policy`` says.
         reshard_after_forward: As in ``fully_shard``; the root stays unsharded.
         use_block_wrapping: Make each block a unit (default).
-        wrap_individual_layers: Make each layer with parameters a unit.
+        wrap_individual_layers: Make each layer with parameters a unit. A layer that shows
+            parameters of its own parts under other names (``DPLSTM``) is one unit.
         kwargs: Other arguments of ``fully_shard``, such as ``offload_policy``.
 
     Raises:
@@ -54,7 +55,7 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
     block_kwargs = dict(kwargs) if reshard is None else {**kwargs, "reshard_after_forward": reshard}
     done = _shard_high_precision(model, high, block_kwargs) if high else set()
     if leaves:
-        layers = [m for m in iterate_submodules(model) if m is not model]
+        layers = dict.fromkeys(_layers_below(model))  # each once
         _shard_each([m for m in reversed(layers) if m not in done], block_kwargs)
     if blocks:
         _shard_each([m for m in blocks_of(model) if m not in done], block_kwargs)
@@ -89,6 +90,27 @@ def _collect(module: nn.Module, names: set[str], found: list[nn.Module]) -> None
             _collect(child, names, found)
 
 
+def _layers_below(module: nn.Module) -> Iterator[nn.Module]:
+    """Layers with parameters, outer ones first; no part of one that has to stay whole."""
+    if _shares_with_parts(module):
+        return
+    for child in module.children():
+        if has_params(child) or _shares_with_parts(child):
+            yield child
+        yield from _layers_below(child)
+
+
+def _shares_with_parts(module: nn.Module) -> bool:
+    """Whether a parameter of the module itself is one of a submodule, too.
+
+    FSDP2 replaces the parameters of a unit; those of a unit inside would no longer be the same.
+    """
+    own = {id(p) for p in module._parameters.values() if p is not None}
+    return bool(own) and any(
+        id(p) in own for child in module.children() for p in child.parameters()
+    )
+
+
 def _classes(value: Any) -> tuple[type[nn.Module], ...]:
     classes = (value,) if isinstance(value, type) else tuple(value or ())
     if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
@@ -112,9 +134,25 @@ def _shard_high_precision(
     exact = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=output
     )
+    chosen: list[nn.Module] = []
     done: set[nn.Module] = set()
     for module in model.modules():  # outer ones first: what is inside belongs to them
         if isinstance(module, classes) and module is not model and module not in done:
-            fully_shard(module, **{**kwargs, "mp_policy": exact})
+            _refuse_parts(model, module)
+            chosen.append(module)
             done.update(module.modules())
+    for module in chosen:
+        fully_shard(module, **{**kwargs, "mp_policy": exact})
     return done
+
+
+def _refuse_parts(model: nn.Module, module: nn.Module) -> None:
+    """Refuse to shard a part of a layer that has to stay whole, before anything is sharded."""
+    for name, outer in model.named_modules():
+        if outer is not module and _shares_with_parts(outer) and module in outer.modules():
+            kind = type(outer).__name__
+            raise ValueError(
+                f"opacus_high_precision_layers: {type(module).__name__} is a part of '{name}' "
+                f"({kind}), which shows its parameters as its own and can only be sharded as a "
+                f"whole: name {kind} instead"
+            )

@@ -198,7 +198,22 @@ def test_equal_layers_share_one_call_when_deferred(calls: list[tuple[str, int]])
 
 def test_immediate_norms_take_one_call_a_layer(calls: list[tuple[str, int]]) -> None:
     finish(NormLedger(5), records_of(small_layers()))
-    assert [rows for _, rows in calls] == [5] * 7
+    # Small gradients that the norm would form anyway are kept instead, for a second pass.
+    assert calls == [("LinearRule", 5)] * 4 + [("EmbeddingRule", 5)]
+
+
+def test_small_gradients_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm_layers = small_layers()[4:6]
+    ledger, first, second = NormLedger(5), *records_of(norm_layers)
+    ledger.add(first)
+    monkeypatch.setattr(norms, "FORMED_ELEMENTS", 5 * 12 - 1)  # 5 samples of 6 + 6 elements
+    monkeypatch.setattr(norms, "FORMED_SHARE", 0.0)
+    ledger.add(second)
+    assert ledger.formed_layers == {first.spec.name}
+    assert set(ledger.formed) == {f"{first.spec.name}.weight", f"{first.spec.name}.bias"}
+    assert_norms(ledger.finish(), expected(norm_layers, 5))
+    with pytest.raises(RuntimeError, match="used again"):
+        ledger.add(first)
 
 
 def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +228,7 @@ def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> N
 def test_large_records_are_not_stacked(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "GROUP_ELEMENTS", 5 * 7 * (6 + 6) - 1)
     finish(NormLedger(5, deferred=True), records_of(small_layers()))
-    assert [rows for _, rows in calls] == [5] * 7
+    assert calls == [("LinearRule", 5)] * 4 + [("EmbeddingRule", 5)]  # the others are formed
 
 
 DIFFERENT = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.modes import MODES
+from opacus.core.modes import AUTO, MODES
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
 
@@ -68,7 +68,7 @@ def model() -> nn.Sequential:
 def on_two_ranks(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     """Whether each mode runs under DDP and under FSDP2."""
     found = {}
-    for mode in MODES:
+    for mode in (*MODES, AUTO):
         if mode not in ELSEWHERE:
             ddp = runs(nn.parallel.DistributedDataParallel(model()), mode)
             found[mode] = (ddp, runs(FSDP2Wrapper(model()), mode))
@@ -76,17 +76,17 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
 
 
 def test_every_mode_has_a_row() -> None:
-    assert sorted(table()) == sorted(MODES)
+    assert sorted(table()) == sorted([*MODES, AUTO])
 
 
 def test_the_number_of_backward_passes_is_that_of_the_strategy() -> None:
     passes = {"materialise": "1", "two_pass": "2", "one_pass": "1"}
     for name, cells in table().items():
-        if MODES[name].samples != "user":
+        if name != AUTO and MODES[name].samples != "user":
             assert cells["backward passes"] == passes[MODES[name].strategy], name
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m not in ELSEWHERE])
+@pytest.mark.parametrize("mode", [m for m in (*MODES, AUTO) if m not in ELSEWHERE])
 def test_modes_run_in_one_process_where_the_table_says_so(mode: str) -> None:
     assert runs(model(), mode) == (table()[mode]["one process"] == "yes")
 

@@ -73,9 +73,9 @@ def releases(optimizer: Any) -> list[tuple[float, float]]:
     seen: list[tuple[float, float]] = []
     noised = optimizer._layout.noised
 
-    def spy(std: float, sums: list[Tensor], in_place: bool = False) -> Iterable[Tensor]:
+    def spy(std: float, sums: list[Tensor], *others: Any) -> Iterable[Tensor]:
         seen.append((std, torch.cat([s.flatten() for s in sums]).norm().item()))
-        return noised(std, sums, in_place)  # type: ignore[no-any-return]
+        return noised(std, sums, *others)  # type: ignore[no-any-return]
 
     optimizer._layout.noised = spy
     return seen

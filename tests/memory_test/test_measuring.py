@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from memory_test.common import deferred
 from memory_test.common.deferred import check_mode
 from memory_test.common.memory import MB, MemoryWatch, size_of
-from memory_test.common.phases import PhaseClock
+from memory_test.common.phases import PhaseClock, times_of_collectives
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
 CPU = torch.device("cpu")
@@ -95,3 +96,21 @@ def test_norms_that_do_not_wait_are_noticed(monkeypatch):
 
 def test_nan_is_an_error():
     assert not deferred.Error("x", float("nan"), 1.0).holds
+
+
+def test_of_collectives_on_a_gpu_only_kernels_count():
+    def event(name, on_gpu, microseconds):
+        kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+        span = SimpleNamespace(elapsed_us=lambda: microseconds)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span)
+
+    events = [
+        event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(args)", True, 3000),
+        event("nccl:_reduce_scatter_base", True, 9000),  # the range around it
+        event("nccl:_reduce_scatter_base", False, 9000),
+        event("ncclDevKernel_AllGather_RING_LL(args)", True, 2000),
+        event("gloo:all_reduce", False, 5000),
+    ]
+    gpu = times_of_collectives(events, cuda=True)
+    assert gpu == {"reduce_scatter": 3.0, "all_gather": 2.0, "all_reduce": 0.0}
+    assert times_of_collectives(events, cuda=False)["all_reduce"] == 5.0

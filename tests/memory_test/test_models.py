@@ -150,8 +150,9 @@ def test_layers_of_the_norm_benchmark_are_those_of_the_model():
 
 
 def test_modes_come_from_the_package(monkeypatch):
-    assert {"no_dp", "hooks", "ghost_fsdp"} <= set(available_modes()) <= set(HARNESS_MODES)
+    assert {"no_dp", "hooks", "ghost_fsdp", "auto"} <= set(available_modes()) <= set(HARNESS_MODES)
     assert resolve_mode("ghost_fsdp", 2).sharded and not resolve_mode("ghost", 1).sharded
+    assert resolve_mode("auto", 2).sharded and not resolve_mode("auto", 1).sharded
     without = {k: v for k, v in package_modes().items() if not k.startswith("flash")}
     monkeypatch.setattr("memory_test.common.modes.package_modes", lambda: without)
     with pytest.raises(UsageError, match="flash_fsdp is not in this opacus"):

@@ -86,7 +86,7 @@ def shared_product_norm_sq(
     widths = [g.shape[2] for g in backprops]
     for algorithm in _worth_trying(tokens, d, widths):
         module = linear_width if algorithm == WIDTH else linear_gram
-        for tile in module.TILES if aligned else (None,):
+        for tile in module.tiles(activations.device) if aligned else (None,):
             name = algorithm if tile is None else f"{algorithm} {tile}"
             if algorithm == WIDTH:
                 way = functools.partial(_each_width, activations, backprops, mask, tile)

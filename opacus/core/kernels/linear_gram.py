@@ -9,6 +9,7 @@ values, say) share its Gram matrix. Letters: B samples, T tokens, d and p featur
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from opacus.core.kernels import operands
 from opacus.core.kernels.operands import Tile, check_mask, check_pair
-from opacus.core.kernels.triton_host import TYPES, descriptor, own_rows
+from opacus.core.kernels.triton_host import TYPES, descriptor, has_specialised, own_rows
 
 # For tensors that the copy engine can read.
 TILES = (
@@ -252,6 +253,15 @@ def _table_kernel(  # type: ignore[no-untyped-def]
         tl.store(partial + (place * samples + sample) * slots + slot, value)
 
 
+def tiles(device: torch.device) -> tuple[Tile, ...]:
+    """Variants for tensors that the copy engine can read, the usual one first."""
+    if not has_specialised(device):
+        return TILES
+    from opacus.core.kernels import hopper
+
+    return (*hopper.GRAM_TILES, *TILES)
+
+
 def norm_sq(
     activations: Tensor,
     backprops: Tensor,
@@ -301,7 +311,13 @@ def shared_norm_sq(
         masks = None if mask is None else [mask] * len(gs)
         return grouped_norm_sq([(x, g) for x, g in pairs], masks, tile=tile)
     weights = check_mask(mask, gs[0])
-    tile = tile or TILES[0]
+    tile = tile or tiles(a.device)[0]
+    if tile.specialised:
+        if weights is None and len(gs) == 1:
+            from opacus.core.kernels import hopper
+
+            return [hopper.gram_norm_sq(a, gs[0], tile)]
+        tile = TILES[0]  # which knows masks and shared inputs
     norms: list[Tensor] = []
     for start in range(0, len(gs), MOST_SHARED):
         norms += _launch_tma(a, gs[start : start + MOST_SHARED], weights, tile)
@@ -368,9 +384,9 @@ def grouped_norm_sq(
     inputs, outputs = _rows(pairs, kept)
     aligned = operands.is_aligned(*(t for pair in pairs for t in pair))
     partial = operands.blank((len(pairs), samples, slots), first.device)
-    flat = [number for row in (*inputs, *outputs) for number in row]
+    flat = itertools.chain.from_iterable((*inputs, *outputs))
     _table_kernel[(samples * slots, len(inputs))](
-        operands.upload([flat], first.device),
+        operands.upload(flat, first.device),
         partial,
         samples,
         slots,

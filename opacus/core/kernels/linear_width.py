@@ -8,6 +8,7 @@ memory is one number for each tile. Letters: B samples, T tokens, d and p featur
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from opacus.core.kernels import operands
 from opacus.core.kernels.operands import Tile, check_pair
-from opacus.core.kernels.triton_host import TYPES, descriptor, own_rows
+from opacus.core.kernels.triton_host import TYPES, descriptor, has_specialised, own_rows
 
 # For tensors that the copy engine can read. Several, because the best one depends on how
 # many tiles there are; see opacus.core.kernels.choice.
@@ -173,6 +174,15 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + (problem * samples + sample) * slots + tile, value)
 
 
+def tiles(device: torch.device) -> tuple[Tile, ...]:
+    """Variants for tensors that the copy engine can read, the usual one first."""
+    if not has_specialised(device):
+        return TILES
+    from opacus.core.kernels import hopper
+
+    return hopper.WIDTH_TILES
+
+
 def norm_sq(
     activations: Tensor,
     backprops: Tensor,
@@ -198,7 +208,12 @@ def norm_sq(
         return grouped_norm_sq([(a, g)], None if mask is None else [mask], tile=tile)[0]
     a, g = _wide_first(a, g)
     d, p = a.shape[2], g.shape[2]
-    tile = (tile or TILES[0]).fitted(d, p)
+    tile = tile or tiles(g.device)[0]
+    if tile.specialised:
+        from opacus.core.kernels import hopper
+
+        return hopper.width_norm_sq(a, g, tile)
+    tile = tile.fitted(d, p)
     batch, tokens = g.shape[:2]
     m_tiles, n_tiles = triton.cdiv(d, tile.m), triton.cdiv(p, tile.n)
     samples = _samples(m_tiles * n_tiles, batch, operands.multiprocessors(g.device))
@@ -253,7 +268,7 @@ def grouped_norm_sq(
     slots = max(triton.cdiv(a.shape[2], tile.m) * triton.cdiv(g.shape[2], tile.n) for a, g in pairs)
     partial = operands.blank((len(pairs), samples, max(1, slots)), first.device)
     aligned = operands.is_aligned(*(t for pair in pairs for t in pair))
-    table = [_row(a, g, m) for (a, g), m in zip(pairs, kept, strict=True)]
+    table = itertools.chain.from_iterable(map(_row, *zip(*pairs, strict=True), kept))
     _table_kernel[(samples * max(1, slots), len(pairs))](
         operands.upload(table, first.device),
         partial,

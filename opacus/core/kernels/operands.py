@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ class Tile:
         stages: Depth of the software pipeline.
         group: Tiles that run next to each other share operands in squares of this side.
         tma: Whether the copy engine of compute capability 9.0 loads the operands.
+        specialised: Whether one warp loads and the others multiply; see ``hopper``.
     """
 
     m: int
@@ -37,6 +39,7 @@ class Tile:
     stages: int
     group: int = 8
     tma: bool = True
+    specialised: bool = False
 
     def fitted(self, m: int, n: int) -> Tile:
         """No larger than needed for a product of ``m`` by ``n``."""
@@ -45,7 +48,7 @@ class Tile:
         return replace(self, m=rows, n=columns, warps=min(self.warps, 4) if small else self.warps)
 
     def __str__(self) -> str:
-        way = "tma" if self.tma else "pointers"
+        way = "specialised" if self.specialised else "tma" if self.tma else "pointers"
         return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} g{self.group} {way}"
 
 
@@ -72,7 +75,7 @@ def check_pair(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         TypeError: Another dtype.
     """
     a, g = activations, backprops
-    if a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
+    if not _is_pair(a.shape, g.shape):
         raise ValueError(
             "activations must be [B, T, d] and backprops [B, T, p], got "
             f"{list(a.shape)} and {list(g.shape)}"
@@ -84,6 +87,12 @@ def check_pair(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         a, g = a.to(wide), g.to(wide)
     check_dtype(g)
     return a, g
+
+
+# Cached: a launch for hundreds of layers, most of them alike, asks this for each of them.
+@functools.lru_cache(maxsize=4096)
+def _is_pair(a: torch.Size, g: torch.Size) -> bool:
+    return len(a) == len(g) == 3 and a[:2] == g[:2]
 
 
 def check_dtype(tensor: Tensor) -> None:
@@ -131,14 +140,17 @@ def check_group(
 
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes."""
-    return all(_is_aligned(t) for t in tensors)
+    return all(
+        t.data_ptr() % ALIGNMENT == 0 and _has_aligned_rows(t.shape, t.stride(), t.dtype)
+        for t in tensors
+    )
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    *outer, inner = tensor.stride()
-    whole = ALIGNMENT // tensor.element_size()
-    ends = inner == 1 and tensor.shape[-1] % whole == 0
-    return ends and tensor.data_ptr() % ALIGNMENT == 0 and all(s % whole == 0 for s in outer)
+@functools.lru_cache(maxsize=4096)
+def _has_aligned_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    *outer, inner = strides
+    whole = ALIGNMENT // dtype.itemsize
+    return inner == 1 and shape[-1] % whole == 0 and all(s % whole == 0 for s in outer)
 
 
 def takes_tma(*tensors: Tensor) -> bool:
@@ -163,7 +175,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def upload(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[len(rows), columns]`` int64 on the device; nothing waits for it."""
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
+def upload(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """The int64 numbers in a row on the device; nothing waits for it."""
+    table = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
+    if device.type != "cuda":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)

@@ -5,7 +5,9 @@ Letters: B samples, T tokens, d and p features, V rows of a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +21,15 @@ ELEMENT_COST = 64
 GRAM_ROWS = 512
 # Elements whose norm is taken at once on a CPU.
 NORM_PART = 4096
+# Tensors up to this size are copied into one, so that their norms are taken in one call.
+SMALL_ELEMENTS = 1 << 16
 # Up to so many samples their gradients' norms are computed as separate tensors.
 FEW_SAMPLES = 8
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of :func:`widen`."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -29,35 +38,16 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """``[B, ...] -> [B]``, accumulated in at least fp32, in one pass over memory.
-
-    On CPUs a part at a time: the rounding errors of ``vector_norm`` grow with the number
-    of elements there, to 1e-3 at 16 million.
-    """
-    batch = tensor.shape[0]
-    total = widen(tensor.new_zeros(batch))
-    if tensor.numel() == 0:
-        return total
-    flat = tensor.reshape(batch, -1)
-    if flat.shape[1] == 1:
-        return widen(flat[:, 0]).square()
-    if tensor.is_cuda:  # a tree of fp32 sums
-        return torch.linalg.vector_norm(flat, dim=1, dtype=total.dtype).square()
-    even = flat.shape[1] // NORM_PART * NORM_PART
-    if even:
-        parts = flat[:, :even].unflatten(1, (-1, NORM_PART))
-        total = torch.linalg.vector_norm(parts, dim=2, dtype=total.dtype).square().sum(1)
-    if even < flat.shape[1]:
-        rest = torch.linalg.vector_norm(flat[:, even:], dim=1, dtype=total.dtype)
-        total = total + rest.square()
-    return total
+    """``[B, ...] -> [B]``, accumulated in at least fp32, in one pass over memory."""
+    norms = _norms(tensor)
+    return _parts_sum_of_squares(tensor) if norms is None else norms.square()
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`sum_of_squares` of many tensors ``[B, ...]``, on a GPU in few launches."""
+    """:func:`sum_of_squares` of many tensors ``[B, ...]``, in few launches."""
     few = all(t.is_cuda and 0 < len(t) <= FEW_SAMPLES for t in tensors)
     if not few or any(t.dtype == torch.float64 for t in tensors):
-        return [sum_of_squares(t) for t in tensors]
+        return _squares(tensors)
     results: dict[int, Tensor] = {}
     for dtype in {t.dtype for t in tensors}:  # one dtype a call, or it goes tensor by tensor
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
@@ -66,6 +56,54 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
         parts = norms.split([len(tensors[i]) for i in places])
         results |= dict(zip(places, parts, strict=True))
     return [results[i] for i in range(len(tensors))]
+
+
+def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One by one, but small ones of equal shape together."""
+    results: list[Tensor | None] = [None] * len(tensors)
+    groups: dict[Any, list[int]] = {}
+    for place, t in enumerate(tensors):
+        if 0 < t.numel() <= SMALL_ELEMENTS and t[:1].numel() <= NORM_PART:
+            groups.setdefault((t.shape, t.dtype, t.device), []).append(place)
+        else:
+            results[place] = sum_of_squares(t)
+    for places in groups.values():
+        stacked = torch.stack([tensors[place] for place in places])
+        stacked = stacked.reshape(*stacked.shape[:2], -1)
+        norms = torch.linalg.vector_norm(stacked, dim=2, dtype=wide_dtype(stacked))
+        for place, value in zip(places, norms.square().unbind(), strict=True):
+            results[place] = value
+    return results  # type: ignore[return-value]
+
+
+def _norms(tensor: Tensor) -> Tensor | None:
+    """``[B]`` norms of the rows, ``None`` where they are too long for one sum on a CPU."""
+    size = math.prod(tensor.shape[1:])
+    if not size or (size > NORM_PART and not tensor.is_cuda):
+        return None
+    flat = tensor.reshape(tensor.shape[0], size)
+    if size == 1:
+        return widen(flat[:, 0]).abs()
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide_dtype(tensor))
+
+
+def _parts_sum_of_squares(tensor: Tensor) -> Tensor:
+    """:func:`sum_of_squares` on a CPU, a part at a time.
+
+    The rounding errors of ``vector_norm`` grow with the number of elements there, to 1e-3
+    at 16 million.
+    """
+    total = tensor.new_zeros(tensor.shape[0], dtype=wide_dtype(tensor))
+    if tensor.numel() == 0:
+        return total
+    flat = tensor.reshape(tensor.shape[0], -1)
+    even = flat.shape[1] // NORM_PART * NORM_PART
+    parts = flat[:, :even].unflatten(1, (-1, NORM_PART))
+    total += torch.linalg.vector_norm(parts, dim=2, dtype=total.dtype).square().sum(1)
+    if even < flat.shape[1]:
+        rest = torch.linalg.vector_norm(flat[:, even:], dim=1, dtype=total.dtype)
+        total += rest.square()
+    return total
 
 
 def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
@@ -81,7 +119,7 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     batch, tokens, d = activations.shape
     p = backprops.shape[2]
     if activations.numel() == 0 or backprops.numel() == 0:
-        return widen(backprops.new_zeros(batch))
+        return backprops.new_zeros(batch, dtype=wide_dtype(backprops))
     if tokens == 1:
         return sum_of_squares(activations) * sum_of_squares(backprops)
     if not activations.is_cuda:  # there is no half-precision product with an fp32 result
@@ -114,29 +152,35 @@ def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     """:func:`product_norm_sq` by forming ``A^T G`` a few samples and columns at a time."""
     batch, _, d = activations.shape
     columns = max(1, CHUNK_ELEMENTS // (batch * d))
+    if columns >= backprops.shape[2]:
+        return sum_of_squares(wide_bmm(backprops.transpose(1, 2), activations))
     samples = max(1, CHUNK_ELEMENTS // d) if columns == 1 else batch
     totals = []
     for a, g in zip(activations.split(samples), backprops.split(samples), strict=True):
-        total = widen(g.new_zeros(g.shape[0]))
-        for part in g.split(columns, dim=2):
-            total = total + sum_of_squares(wide_bmm(part.transpose(1, 2), a))
-        totals.append(total)
+        parts = [
+            sum_of_squares(wide_bmm(part.transpose(1, 2), a)) for part in g.split(columns, dim=2)
+        ]
+        totals.append(torch.stack(parts).sum(0))
     return torch.cat(totals)
 
 
 def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     """:func:`product_norm_sq` as ``sum_ts (A A^T)_ts (G G^T)_ts``, a few rows at a time."""
     batch, tokens, _ = activations.shape
-    total = widen(backprops.new_zeros(batch))
     step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
     a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
+    total = None
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
         # Both are symmetric: what lies right of the diagonal tile counts twice.
         gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
         gram = gram * wide_bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
-        total = total + gram[:, :, :square].sum((1, 2)) + 2 * gram[:, :, square:].sum((1, 2))
+        part = gram[:, :, :square].sum((1, 2))
+        if square < gram.shape[2]:
+            part = part + 2 * gram[:, :, square:].sum((1, 2))
+        total = part if total is None else total + part
+    assert total is not None
     # Rounding can leave a tiny negative number where the norm is zero.
     return total.clamp(min=0)
 
@@ -154,12 +198,12 @@ def table_norm_sq(rows: Tensor, samples: Tensor, values: Tensor, batch: int) -> 
         ``[B]`` in fp32 (fp64 for fp64). Memory is O(N d), whatever the table's size, and
         nothing waits for the device.
     """
-    total = widen(values.new_zeros(batch))
+    total = values.new_zeros(batch, dtype=wide_dtype(values))
     if values.numel() == 0:
         return total
     slots, owners = distinct_pairs(rows, samples)
     for part in values.split(max(1, CHUNK_ELEMENTS // len(rows)), dim=1):
-        sums = widen(part.new_zeros(part.shape)).index_add_(0, slots, widen(part))
+        sums = part.new_zeros(part.shape, dtype=wide_dtype(part)).index_add_(0, slots, widen(part))
         total.index_add_(0, owners, sums.square().sum(1))
     return total
 

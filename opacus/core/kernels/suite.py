@@ -57,8 +57,7 @@ def kernels_named(name: str) -> NormKernels:
 
 
 def _bias(backprops: Tensor) -> Tensor:
-    wide = reference.widen(backprops.new_empty(0)).dtype
-    return reference.sum_of_squares(backprops.sum(1, dtype=wide))
+    return reference.sum_of_squares(backprops.sum(1, dtype=reference.wide_dtype(backprops)))
 
 
 def _flash_cost(tokens: int, d: int, p: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
     TensorDescriptor,
 )
+
+from opacus.core.kernels import operands
 
 TYPES = {
     torch.float16: tl.float16,
@@ -31,3 +34,20 @@ def own_rows(norms: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tens
     """``[layers, most samples]`` to one ``[B]`` for each layer."""
     rows = zip(norms.unbind(0), pairs, strict=True)
     return [n if len(n) == len(g) else n[: len(g)] for n, (_, g) in rows]
+
+
+def has_specialised(device: torch.device) -> bool:
+    """Whether the warp-specialised kernels of ``hopper`` run on this card, in this Triton."""
+    if device.type != "cuda" or operands.interpreted():
+        return False
+    # Trying them waits for the device, which a graph that is being captured cannot.
+    return not torch.cuda.is_current_stream_capturing() and _has_specialised(device)
+
+
+@functools.cache
+def _has_specialised(device: torch.device) -> bool:
+    try:
+        from opacus.core.kernels import hopper
+    except ImportError:  # a Triton without Gluon
+        return False
+    return hopper.works(device)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from opacus.core.kernels.choice import triton_is_installed
-from opacus.core.kernels.reference import widen
+from opacus.core.kernels.reference import wide_dtype, widen
 
 # Columns of half-precision gradients that are widened at once, where there is no kernel.
 PART_ELEMENTS = 1 << 16
+# Tensors up to this size are copied into one, where there is no kernel.
+SMALL_ELEMENTS = 1 << 14
+# Elements of sums that share their storage, which is free when none of them is used any more.
+SHARED_ELEMENTS = 1 << 25
 
 
 def weighted_sum(
@@ -31,29 +35,35 @@ def weighted_sum(
     Returns:
         ``[*shape]``. On a GPU nothing waits for the device.
     """
-    shape = grads.shape[1:]
-    if out is None:
-        out = widen(grads.new_empty(0)).new_empty(shape)
+    shape, wide = grads.shape[1:], wide_dtype(grads)
     if grads.shape[0] == 0:
-        return out.zero_()
-    if out.is_contiguous() and can_batch(grads, factors):
-        if excluded is None:
-            excluded = torch.zeros(len(grads), dtype=torch.bool, device=grads.device)
-        segment = max(1, out.numel())
-        weighted_sums([grads], [factors], excluded, out.view(1, -1), [0], [segment])
-        return out
-    if excluded is not None and (grads.is_cuda or bool(excluded.any())):
-        rows = excluded.to(grads.device).view(-1, *[1] * (grads.dim() - 1))
+        return grads.new_zeros(shape, dtype=wide) if out is None else out.zero_()
+    if can_batch(grads, factors) and (out is None or out.is_contiguous()):
+        return _weighted_sum_on_gpu(grads, factors, excluded, out)
+    if excluded is not None:
+        rows = excluded.to(grads.device).view(-1, *[1] * len(shape))
         grads = grads.masked_fill(rows, 0.0)
-    wide = widen(grads.new_empty(0)).dtype
     factors, flat = factors.to(device=grads.device, dtype=wide), grads.reshape(len(grads), -1)
     if grads.dtype == wide:
-        return out.copy_((factors @ flat).view(shape))
+        total = torch.mv(flat.t(), factors).view(shape)
+        return total if out is None else out.copy_(total)
+    if out is None:
+        out = grads.new_empty(shape, dtype=wide)
     target = out if out.is_contiguous() else torch.empty(shape, dtype=out.dtype, device=out.device)
     pieces = zip(flat.split(PART_ELEMENTS, 1), target.view(-1).split(PART_ELEMENTS), strict=True)
     for part, place in pieces:  # so that little is held in the wide type
         place.copy_(factors @ widen(part))
     return out if target is out else out.copy_(target)
+
+
+def _weighted_sum_on_gpu(
+    grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """:func:`weighted_sum` by a kernel; ``out`` is contiguous."""
+    if out is None:
+        out = grads.new_empty(grads.shape[1:], dtype=wide_dtype(grads))
+    weighted_sums([grads], [factors], excluded, out.view(1, -1), [0], [max(1, out.numel())])
+    return out
 
 
 def can_batch(grads: Tensor, factors: Tensor) -> bool:
@@ -71,7 +81,7 @@ def can_batch(grads: Tensor, factors: Tensor) -> bool:
 def weighted_sums(
     grads: Sequence[Tensor],
     factors: Sequence[Tensor],
-    excluded: Tensor,
+    excluded: Tensor | None,
     out: Tensor,
     starts: Sequence[int],
     segments: Sequence[int],
@@ -81,12 +91,14 @@ def weighted_sums(
     Args:
         grads: ``[B, *shape]`` each; :func:`can_batch` holds.
         factors: ``[B]`` for each.
-        excluded: ``[B]`` bool.
+        excluded: ``[B]`` bool; ``None``: there are none.
         out: ``[W, n]``. Sum k is written to ``out[:, starts[k] : starts[k] + segments[k]]``,
             row after row.
     """
     from opacus.core.kernels import weighted_sum_triton as gpu
 
+    if excluded is None:
+        excluded = torch.zeros(max(map(len, grads)), dtype=torch.bool, device=out.device)
     by_dtype: dict[torch.dtype, list[gpu.Sum]] = {}
     for grad, factor, start, segment in zip(grads, factors, starts, segments, strict=True):
         by_dtype.setdefault(grad.dtype, []).append(gpu.Sum(grad, factor, start, segment))
@@ -97,7 +109,7 @@ def weighted_sums(
 def weighted_sum_each(
     grads: Sequence[Tensor],
     factors: Sequence[Tensor],
-    excluded: Tensor,
+    excluded: Tensor | None,
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
     """One :func:`weighted_sum` for each tensor of per-sample gradients.
@@ -105,30 +117,83 @@ def weighted_sum_each(
     Args:
         grads: ``[B, *shape]`` each.
         factors: ``[B]`` for each.
-        excluded: ``[B]`` bool.
+        excluded: ``[B]`` bool; ``None``: there are none.
         dtypes: Dtype of each result.
 
     Returns:
-        ``[*shape]`` each. Where they are formed in one launch they share their storage.
+        ``[*shape]`` each. Those that are formed together share their storage.
     """
     results: dict[int, Tensor] = {}
     together: dict[torch.dtype, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for place, (grad, factor, dtype) in enumerate(zip(grads, factors, dtypes, strict=True)):
         if len(grad) and can_batch(grad, factor):
             together.setdefault(dtype, []).append(place)
-        else:
-            rows = excluded[: len(grad)]
-            out = grad.new_empty(grad.shape[1:], dtype=dtype)
-            results[place] = weighted_sum(grad, factor[: len(grad)], rows, out=out)
-    for dtype, places in together.items():
-        sizes = [grads[place][0].numel() for place in places]
-        flat = torch.empty(1, sum(sizes), dtype=dtype, device=excluded.device)
-        parts = flat[0].split(sizes)
-        starts = [part.storage_offset() for part in parts]
-        chosen = [grads[p] for p in places], [factors[p] for p in places]
-        weighted_sums(*chosen, excluded, flat, starts, [max(1, size) for size in sizes])
-        results |= {p: t.view(grads[p].shape[1:]) for p, t in zip(places, parts, strict=True)}
+            continue
+        # Small ones of the same samples are copied into one.
+        small = 0 < grad.numel() <= SMALL_ELEMENTS
+        key = (len(grad), id(factor), grad.dtype, grad.device, dtype) if small else place
+        alike.setdefault(key, []).append(place)
+    for places in alike.values():
+        first = places[0]
+        sums = _as_one([grads[p] for p in places], factors[first], excluded, dtypes[first])
+        results |= dict(zip(places, sums, strict=True))
+    for dtype, chosen in together.items():
+        for places in _parts(chosen, grads):
+            sums = _in_one_launch(
+                [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
+            )
+            results |= dict(zip(places, sums, strict=True))
     return [results[place] for place in range(len(grads))]
+
+
+def _as_one(
+    grads: Sequence[Tensor], factors: Tensor, excluded: Tensor | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """:func:`weighted_sum` of tensors with the same samples and factors, as of one."""
+    rows, shape = len(grads[0]), grads[0].shape[1:]
+    whole = grads[0]
+    if len(grads) > 1:
+        whole = torch.cat([grad.reshape(rows, -1) for grad in grads], dim=1)
+        shape = whole.shape[1:]
+    out = None if dtype == wide_dtype(whole) else whole.new_empty(shape, dtype=dtype)
+    excluded = None if excluded is None else excluded[:rows]
+    total = weighted_sum(whole, factors[:rows], excluded, out=out)
+    if len(grads) == 1:
+        return [total]
+    parts = total.split([grad[0].numel() for grad in grads])
+    return [part.view(grad.shape[1:]) for part, grad in zip(parts, grads, strict=True)]
+
+
+def _parts(places: Sequence[int], grads: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places in a row whose sums have at most :data:`SHARED_ELEMENTS`, or one with more."""
+    part: list[int] = []
+    size = 0
+    for place in places:
+        elements = grads[place][0].numel()
+        if part and size + elements > SHARED_ELEMENTS:
+            yield part
+            part, size = [], 0
+        part.append(place)
+        size += elements
+    if part:
+        yield part
+
+
+def _in_one_launch(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """:func:`weighted_sum_each` on a GPU; the results are parts of one tensor."""
+    device = grads[0].device
+    sizes = [grad[0].numel() for grad in grads]
+    flat = torch.empty(1, sum(sizes), dtype=dtype, device=device)
+    parts = flat[0].split(sizes)
+    starts = [part.storage_offset() for part in parts]
+    weighted_sums(grads, factors, excluded, flat, starts, [max(1, size) for size in sizes])
+    return [part.view(grad.shape[1:]) for part, grad in zip(parts, grads, strict=True)]
 
 
 @functools.cache

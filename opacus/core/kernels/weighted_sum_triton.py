@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opacus.core.kernels import operands
 from opacus.core.kernels.triton_host import TYPES
 
 BLOCK = 2048
+# Blocks that one program handles: finding its row of the table takes longer than one of them.
+LOOPS = 16
 COLUMNS = 7
 
 
@@ -27,32 +31,41 @@ def _kernel(
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOOPS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PLACE: tl.constexpr,
 ):
-    # Which row of the table this block belongs to: the last that starts at or before it.
-    block = tl.program_id(0).to(tl.int64)
+    """WHOLE divides all sizes, segments and starts; PLACE is an integer type for positions."""
+    # Which row of the table this program works for: the last that starts at or before it.
+    program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, COUNT)
     starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
-    entry = table + (tl.sum((starts <= block).to(tl.int64)) - 1) * COLUMNS
+    entry = table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
     first = tl.load(entry)
     grads = tl.load(entry + 1).to(tl.pointer_type(DTYPE))
     factors = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
-    size = tl.load(entry + 3)
-    segment = tl.load(entry + 4)
-    start = tl.load(entry + 5)
+    size = tl.multiple_of(tl.load(entry + 3).to(PLACE), WHOLE)
+    segment = tl.multiple_of(tl.load(entry + 4).to(PLACE), WHOLE)
+    out += tl.multiple_of(tl.load(entry + 5), WHOLE)
     rows = tl.load(entry + 6)
+    if WHOLE > 1:
+        grads = tl.multiple_of(grads, 16)
 
-    places = (block - first) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    total = tl.zeros((BLOCK,), dtype=WIDE)
-    for row in range(rows):
-        factor = tl.load(factors + row).to(WIDE)
-        skip = tl.load(excluded + row) != 0
-        value = tl.load(grads + tl.cast(row, tl.int64) * size + places, mask=inside, other=0.0)
-        total += tl.where(skip, 0.0, value.to(WIDE) * factor)
-    # The result may be cut into segments that lie ``out_stride`` apart.
-    target = out + start + (places // segment) * out_stride + places % segment
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    begin = ((program - first) * (BLOCK * LOOPS)).to(PLACE)
+    for offset in range(0, tl.minimum(size - begin, BLOCK * LOOPS).to(tl.int32), BLOCK):
+        places = begin + offset + tl.arange(0, BLOCK)
+        inside = places < size
+        total = tl.zeros((BLOCK,), dtype=WIDE)
+        for row in range(rows):
+            factor = tl.load(factors + row).to(WIDE)
+            skip = tl.load(excluded + row) != 0
+            own = grads + tl.cast(row, tl.int64) * size
+            value = tl.load(own + places, mask=inside, other=0.0)
+            total += tl.where(skip, 0.0, value.to(WIDE) * factor)
+        # The result may be cut into segments that lie ``out_stride`` apart.
+        target = out + (places // segment).to(tl.int64) * out_stride + places % segment
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -84,12 +97,12 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
     sums = [s for s in sums if s.grads.numel()]
     if not sums:
         return
-    rows, blocks = [], 0
+    rows, programs = [], 0
     for s in sums:
         size = s.grads[0].numel()
         rows.append(
             (
-                blocks,
+                programs,
                 s.grads.data_ptr(),
                 s.factors.data_ptr(),
                 size,
@@ -98,11 +111,11 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
                 len(s.grads),
             )
         )
-        blocks += triton.cdiv(size, BLOCK)
-    table = torch.tensor(rows, dtype=torch.int64)
+        programs += triton.cdiv(size, BLOCK * LOOPS)
     dtype = sums[0].grads.dtype
-    _kernel[(blocks,)](
-        table.to(out.device, non_blocking=True),
+    aligned = _is_aligned(sums, out, stride)
+    _kernel[(programs,)](
+        operands.upload(itertools.chain.from_iterable(rows), out.device),
         excluded.view(torch.uint8),
         out,
         stride,
@@ -111,6 +124,21 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
         DTYPE=TYPES[dtype],
         WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
+        LOOPS=LOOPS,
+        WHOLE=operands.ALIGNMENT // dtype.itemsize if aligned else 1,
+        PLACE=tl.int32 if max(s.grads[0].numel() for s in sums) < 1 << 30 else tl.int64,
         COLUMNS=COLUMNS,
         num_warps=8,
+    )
+
+
+def _is_aligned(sums: Sequence[Sum], out: Tensor, stride: int) -> bool:
+    """Whether 16 bytes can be read and written at once, throughout."""
+    whole = operands.ALIGNMENT // sums[0].grads.element_size()
+    numbers = (n for s in sums for n in (s.grads[0].numel(), s.start, s.segment))
+    places = (out.data_ptr(), *(s.grads.data_ptr() for s in sums))
+    return (
+        stride % whole == 0
+        and all(n % whole == 0 for n in numbers)
+        and all(place % operands.ALIGNMENT == 0 for place in places)
     )

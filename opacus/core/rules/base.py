@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.kernels.reference import sum_of_squares, widen
+from opacus.core.kernels.reference import sum_of_squares, wide_dtype
 from opacus.core.kernels.suite import REFERENCE, NormKernels
 from opacus.core.spec import LayerSpec
 
@@ -85,6 +85,10 @@ class LayerRule:
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float | None:
         """Multiply-adds of :meth:`norm_sq`; ``None`` if it forms the per-sample gradients."""
         return None
+
+    def forms_grads(self, spec: LayerSpec, activations: Any, backprops: Any) -> bool:
+        """Whether :meth:`norm_sq` forms the per-sample gradients on its way."""
+        return self.norm_cost(spec, activations, backprops) is None
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -183,7 +187,7 @@ def scale_rows(backprops: Any, factors: Tensor | None) -> Any:
         return backprops
     if isinstance(backprops, tuple):
         return tuple(scale_rows(b, factors) for b in backprops)
-    column = factors.to(widen(backprops.new_empty(0)).dtype)
+    column = factors.to(wide_dtype(backprops))
     column = column.reshape(-1, *[1] * (backprops.dim() - 1))
     return (backprops * column).to(backprops.dtype)
 

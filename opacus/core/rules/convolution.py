@@ -22,6 +22,9 @@ from opacus.core.kernels.reference import (
 from opacus.core.rules.base import LayerRule, Use, pad_rows, scale_rows, unsupported
 from opacus.core.spec import LayerSpec
 
+# Elements of a CPU's vector, in fp32, and of half a vector.
+VECTOR, HALF_VECTOR = 16, 8
+
 _PADDING_MODES = {
     "zeros": "constant",
     "reflect": "reflect",
@@ -51,7 +54,9 @@ class ConvRule(LayerRule):
     ) -> dict[str, Tensor]:
         x, g = _uses(spec, activations, backprops)
         grads = {}
-        if "weight" in spec.params:
+        if "weight" in spec.params and _grouped_is_faster(spec, x, g):
+            grads["weight"] = _grouped(spec, x[:, 0], g[:, 0])
+        elif "weight" in spec.params:
             parts = [
                 torch.matmul(part.transpose(2, 3), patches)  # [B, G, p/G, (d/G) K]
                 for _, patches, part in _unfolded(spec, x, g)
@@ -65,15 +70,25 @@ class ConvRule(LayerRule):
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         x, g = _uses(spec, activations, backprops)
         norms = {}
-        if "weight" in spec.params:
+        if "weight" in spec.params and _grouped_is_faster(spec, x, g):
+            step = max(1, CHUNK_ELEMENTS // math.prod(spec.shapes["weight"]))
+            parts = zip(x[:, 0].split(step), g[:, 0].split(step), strict=True)
+            norms["weight"] = torch.cat([sum_of_squares(_grouped(spec, *part)) for part in parts])
+        elif "weight" in spec.params:
             weight = widen(g.new_zeros(len(g)))
             for rows, patches, part in _unfolded(spec, x, g):
-                by_group = self.kernels.product(patches.flatten(0, 1), part.flatten(0, 1))
+                by_group = self._product_norm_sq(patches.flatten(0, 1), part.flatten(0, 1))
                 weight[rows] = by_group.view(part.shape[:2]).sum(1)
             norms["weight"] = weight
         if "bias" in spec.params:
             norms["bias"] = sum_of_squares(widen(g).flatten(3).sum((1, 3)))
         return norms
+
+    def _product_norm_sq(self, patches: Tensor, backprops: Tensor) -> Tensor:
+        # The product's rows should be whole vectors of the CPU; its norm is that of its transpose.
+        if not patches.is_cuda and patches.shape[2] % VECTOR and not backprops.shape[2] % VECTOR:
+            return self.kernels.product(backprops, patches)
+        return self.kernels.product(patches, backprops)
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         _, g = _uses(spec, activations, backprops)
@@ -82,6 +97,10 @@ class ConvRule(LayerRule):
         tokens = g.shape[1] * math.prod(g.shape[3:])
         return len(g) * groups * self.kernels.product_cost(tokens, inputs, g.shape[2] // groups)
 
+    def forms_grads(self, spec: LayerSpec, activations: Any, backprops: Any) -> bool:
+        x, g = _uses(spec, activations, backprops)
+        return "weight" not in spec.params or _grouped_is_faster(spec, x, g)
+
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
@@ -89,17 +108,7 @@ class ConvRule(LayerRule):
         x, g = x.flatten(0, 1), g.flatten(0, 1)
         grads = {}
         if "weight" in spec.params:
-            options, dims = spec.options, len(spec.options["kernel"])
-            padding = _symmetric(spec)
-            grads["weight"] = _CONV_WEIGHT[dims](
-                _pad(spec, x) if padding is None else x,
-                spec.shapes["weight"],
-                g,
-                options["stride"],
-                (0,) * dims if padding is None else padding,
-                options["dilation"],
-                options["groups"],
-            )
+            grads["weight"] = _weight_grad(spec, x, g)
         if "bias" in spec.params:
             grads["bias"] = g.flatten(2).sum((0, 2))
         return grads
@@ -119,6 +128,49 @@ _CONV_WEIGHT = {
     2: nn_grad.conv2d_weight,
     3: nn_grad.conv3d_weight,
 }
+
+
+def _weight_grad(spec: LayerSpec, x: Tensor, g: Tensor, samples: int = 1) -> Tensor:
+    """The gradient of the weight, summed over the batch.
+
+    With ``samples`` above 1 they are groups of one convolution: ``x [1, samples d, ...]`` and
+    ``g [1, samples p, ...]`` give ``[samples p, d/G, *kernel]``.
+    """
+    options, dims = spec.options, len(spec.options["kernel"])
+    padding, (outputs, *rest) = _symmetric(spec), spec.shapes["weight"]
+    return _CONV_WEIGHT[dims](
+        _pad(spec, x) if padding is None else x,
+        (samples * outputs, *rest),
+        g,
+        options["stride"],
+        (0,) * dims if padding is None else padding,
+        options["dilation"],
+        samples * options["groups"],
+    )
+
+
+def _grouped(spec: LayerSpec, x: Tensor, g: Tensor) -> Tensor:
+    """Per-sample gradients ``[B, *weight]`` by one convolution with each sample as a group."""
+    x, g = x.contiguous(), g.contiguous()
+    grads = _weight_grad(spec, x.flatten(0, 1)[None], g.flatten(0, 1)[None], len(g))
+    return grads.view(len(g), *spec.shapes["weight"])
+
+
+def _grouped_is_faster(spec: LayerSpec, x: Tensor, g: Tensor) -> bool:
+    """Whether :func:`_grouped` is faster than products of patches.
+
+    On a CPU and in fp32, where oneDNN computes it without patches, if its vectors are full of
+    channels and there are more positions than channels to add up.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32 or g.dtype != torch.float32:
+        return False
+    if x.shape[1] != 1 or len(g) == 0 or not torch.backends.mkldnn.is_available():
+        return False
+    groups, kernel = spec.options["groups"], spec.options["kernel"]
+    channels = x.shape[2] // groups, g.shape[2] // groups
+    if any(c < VECTOR or c % HALF_VECTOR for c in channels):
+        return False
+    return math.prod(g.shape[3:]) >= max(channels) and math.prod(kernel) > 1
 
 
 def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...]:

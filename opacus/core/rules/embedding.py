@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import distinct_pairs, table_norm_sq, widen
+from opacus.core.kernels.reference import distinct_pairs, table_norm_sq, wide_dtype, widen
 from opacus.core.rules.base import (
     LayerRule,
     Use,
@@ -160,7 +160,7 @@ def _per_sample(
     table, d = spec.shapes["weight"]
     places = samples * table + rows
     grad = values.new_zeros(batch * table, d)
-    if widen(values.new_empty(0)).dtype == values.dtype:
+    if wide_dtype(values) == values.dtype:
         grad.index_add_(0, places, values)
     elif len(values):
         # Only the lookups are held in the wide type, not the table.

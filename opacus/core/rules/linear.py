@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.reference import wide_bmm, widen
+from opacus.core.kernels.reference import wide_bmm, wide_dtype
 from opacus.core.profiling import layers
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.spec import LayerSpec
@@ -83,7 +83,7 @@ class LinearRule(LayerRule):
         if "weight" in spec.params:
             sums["weight"] = wide_bmm(g.t().unsqueeze(0), x.unsqueeze(0))[0]
         if "bias" in spec.params:
-            sums["bias"] = g.sum(0, dtype=widen(g.new_empty(0)).dtype)
+            sums["bias"] = g.sum(0, dtype=wide_dtype(g))
         return sums
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:

@@ -95,7 +95,7 @@ class ChannelNormRule(LayerRule):
     batch_leads = True
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        """``x_hat``, in the dtype of ``x``."""
+        """``x_hat``, in the dtype of ``x``, as a tensor of its own."""
         raise NotImplementedError
 
     def per_sample_grad(
@@ -107,8 +107,8 @@ class ChannelNormRule(LayerRule):
             raise unsupported(spec, activations, backprops, "its input is not [B, C, ...]")
         grads = {}
         if "weight" in spec.params:
-            product = g * self.normalise(spec, widen(x))
-            grads["weight"] = _over_positions(product)
+            # In place: on a CPU one more tensor costs as much as the arithmetic.
+            grads["weight"] = _over_positions(self.normalise(spec, widen(x)).mul_(g))
         if "bias" in spec.params:
             grads["bias"] = _over_positions(g)
         return grads
@@ -123,7 +123,7 @@ class GroupNormRule(ChannelNormRule):
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         if x.numel() == 0:
-            return x
+            return x.clone()
         return F.group_norm(x, spec.options["num_groups"], eps=spec.options["eps"])
 
 
@@ -135,7 +135,7 @@ class InstanceNormRule(ChannelNormRule):
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         if x.numel() == 0:
-            return x
+            return x.clone()
         return F.instance_norm(x, eps=spec.options["eps"])  # type: ignore[arg-type]
 
 

@@ -71,7 +71,11 @@ def test_large_norm_is_the_definition(algorithm, dtype, shape) -> None:
 def test_every_tile_size(algorithm) -> None:
     a, g = draw(2, 140, 264, dtype=torch.bfloat16), draw(2, 140, 40, dtype=torch.bfloat16)
     m = draw_mask("bool", 2, 140)
-    for tile in (*MODULES[algorithm].TILES, Tile(64, 64, 32, 4, 2, group=2, tma=False)):
+    for tile in (
+        *MODULES[algorithm].TILES,
+        *MODULES[algorithm].tiles(a.device),
+        Tile(64, 64, 32, 4, 2, group=2, tma=False),
+    ):
         check(norms(algorithm, a, g, tile=tile), product_definition(a, g), a.dtype)
         check(norms(algorithm, a, g, m, tile=tile), product_definition(a, g, m), a.dtype)
 

@@ -1,0 +1,292 @@
+"""The tables of docs/experiments.md and of the norm analysis; ``tables.py`` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from memory_test.benchmarks import experiment_plots, measured
+from memory_test.benchmarks.measured import OURS, Pair
+from memory_test.common.comparison import (
+    Group,
+    failures_table,
+    group_results,
+    ordered,
+    pairs_table,
+    phases_table,
+    runs_table,
+    table,
+)
+from memory_test.common.phases import PHASES
+
+NOTHING = "Not run on GPUs yet.\n"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A speedup by deferred norms that was promised before anything was built."""
+
+    size: str
+    models: tuple[str, ...]
+    tokens: int
+    low: float
+    high: float
+    or_more: bool = False
+
+    def covers(self, pair: Pair) -> bool:
+        """Whether a pair can tell whether it holds."""
+        length = pair.tokens >= self.tokens if self.or_more else pair.tokens == self.tokens
+        return length and pair.model in self.models and not pair.adapters
+
+
+SMALL, MIDDLE, LARGE = ("gpt2",), ("llama3-1b", "llama3-3b"), ("llama3-8b",)
+EXPECTED = (
+    Expectation("< 500M", SMALL, 2048, 1.2, 1.2),
+    Expectation("< 500M", SMALL, 4096, 1.3, 1.3),
+    Expectation("1B to 3B", MIDDLE, 4096, 1.5, 1.7),
+    Expectation("1B to 3B", MIDDLE, 8192, 1.7, 2.0),
+    Expectation("> 7B", LARGE, 4096, 1.8, 2.2, or_more=True),
+)
+
+
+def expectations_table() -> str:
+    """Promised and measured speedup by deferred norms."""
+    pairs = measured.deferred_pairs()
+    rows = []
+    for one in EXPECTED:
+        found = [pair.speedup for pair in pairs if one.covers(pair)]
+        promised = f"{one.low}x" + (f" to {one.high}x" if one.high > one.low else "")
+        tokens = f"{one.tokens}{' or more' if one.or_more else ''}"
+        rows.append((one.size, tokens, promised, span(found), verdict(found, one.low)))
+    growth = [pair.growth for pair in pairs]
+    held = sum(g < 0.05 for g in growth)
+    rows.append(
+        ("memory, all pairs", "", "less than +5%", span(growth, "{:+.1%}"), _of(held, growth))
+    )
+    return table(("parameters", "tokens", "expected", "measured", "verdict"), rows) + "\n"
+
+
+def span(values: Sequence[float], style: str = "{:.2f}x") -> str:
+    """Smallest and largest of some numbers."""
+    if not values:
+        return "not measured"
+    low, high = style.format(min(values)), style.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def verdict(found: Sequence[float], wanted: float) -> str:
+    """How many reach what was wanted."""
+    return _of(sum(value >= wanted for value in found), found)
+
+
+def _of(count: int, found: Sequence[float]) -> str:
+    if not found:
+        return ""
+    word = {0: "does not hold", len(found): "holds"}.get(count, "holds in part")
+    return f"{word} ({count} of {len(found)})"
+
+
+def deferred_table() -> str:
+    """All pairs of immediate and deferred norms."""
+    rows = [
+        (f"`{p.mode}`", p.model, p.place, f"{p.immediate_ms:.1f}", f"{p.deferred_ms:.1f}",
+         f"{p.speedup:.2f}x", f"{p.growth:+.1%}", p.file)
+        for p in measured.deferred_pairs()
+    ]  # fmt: skip
+    header = ("mode", "model", "cell", "immediate ms", "deferred ms", "speedup", "memory", "file")
+    return table(header, rows) + "\n" if rows else NOTHING
+
+
+def modes_table() -> str:
+    """How each mode compares with the non-private step, over all cells that have one."""
+    cells = measured.all_cells()
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for cell in cells:
+        plain = measured.baseline(cell, cells)
+        if cell.private and plain is not None and not cell.deferred:
+            ratio = (cell.ms / plain.ms, cell.peak_gb / plain.peak_gb)
+            found.setdefault((cell.mode, cell.package), []).append(ratio)
+    places = {mode: number for number, mode in enumerate(ordered({m for m, _ in found}))}
+    rows = []
+    for mode, package in sorted(found, key=lambda key: (places[key[0]], key[1] != OURS)):
+        times, memory = zip(*found[mode, package], strict=True)
+        middle = f"{median(times):.2f}x"
+        rows.append((f"`{mode}`", package, len(times), middle, span(times), span(memory)))
+    header = ("mode", "package", "cells", "time, median", "time", "peak memory")
+    return table(header, rows) + "\n"
+
+
+def findings() -> str:
+    """What the pairs say together."""
+    pairs = measured.deferred_pairs()
+    if not pairs:
+        return NOTHING
+    speed, growth = [p.speedup for p in pairs], [p.growth for p in pairs]
+    return (
+        f"Over {len(pairs)} pairs in {len({p.file for p in pairs})} files: speedup by deferred "
+        f"norms {span(speed)}, median {median(speed):.2f}x; growth of peak memory "
+        f"{span(growth, '{:+.1%}')}, median {median(growth):+.1%}. "
+        f"{sum(s >= 1.2 for s in speed)} of {len(pairs)} reach 1.2x.\n"
+    )
+
+
+# --- series of experiments ---
+
+
+def groups_of(bundle: dict[str, Any]) -> list[Group]:
+    """Comparable results of a series."""
+    return group_results(bundle["results"])
+
+
+def runs() -> str:
+    """All runs of all series."""
+    parts = []
+    for name, bundle in measured.bundles().items():
+        parts += [f"### {name}", f"{bundle['what']}. {_versions(bundle)}"]
+        for group in groups_of(bundle):
+            parts += [f"**{group.title}**", runs_table(group)]
+            if group.pairs():
+                parts.append(pairs_table(group))
+        if bundle["failures"]:
+            parts += ["**Runs without a result**", failures_table(bundle["failures"])]
+    return "\n\n".join(parts) + "\n" if parts else NOTHING
+
+
+def _versions(bundle: dict[str, Any]) -> str:
+    found = {f"{k} {v}" for r in bundle["results"] for k, v in r["versions"].items()}
+    dates = sorted({r["date"][:10] for r in bundle["results"]})
+    return f"{', '.join(sorted(found))}; {', '.join(dates)}."
+
+
+def choices() -> str:
+    """What ``auto`` stood for."""
+    rows = [
+        (
+            r["model"],
+            f"{r['batch_size']} x {r['seq_length']}",
+            r["num_gpus"],
+            f"`{r['stands_for']}`",
+        )
+        for bundle in measured.bundles().values()
+        for r in bundle["results"]
+        if r.get("stands_for")
+    ]  # fmt: skip
+    return table(("model", "cell", "GPUs", "`auto` chose"), rows) + "\n" if rows else NOTHING
+
+
+def norm_phases() -> str:
+    """Phases of whole steps of the two Llama shapes."""
+    parts = []
+    for name, bundle in measured.bundles().items():
+        for group in groups_of(bundle):
+            if group.results[0]["model"] in (*MIDDLE, *LARGE):
+                parts += [f"{group.title} (`{name}`), ms:", phases_table(group)]
+    return "\n\n".join(parts) + "\n" if parts else NOTHING
+
+
+def norm_shares() -> str:
+    """Part of a step that is spent on norms, where they wait for the end of the backward pass."""
+    rows = []
+    for name, bundle in measured.bundles().items():
+        for r in bundle["results"]:
+            whole = sum(r["phases_ms"].get(phase, 0.0) for phase in PHASES)
+            norms = r["phases_ms"].get("parallel_norms", 0.0)
+            if r["deferred"] and norms and r["model"] in (*MIDDLE, *LARGE):
+                cell = f"{r['batch_size']} x {r['seq_length']}"
+                rows.append((f"`{r['mode']}`", r["model"], cell, r["num_gpus"], f"{norms:.1f}",
+                             f"{whole:.1f}", f"{norms / whole:.1%}", name))  # fmt: skip
+    header = ("mode", "model", "cell", "GPUs", "norms ms", "step ms", "share", "file")
+    return table(header, rows) + "\n" if rows else NOTHING
+
+
+def norm_cost() -> str:
+    """Local computation and reduction of the norms, from ``benchmark_norm_parallel.py``."""
+    header = ("model", "cards", "layout", "backend", "tokens", "samples", "layers", "local ms",
+              "reduction ms", "total ms", "reduction / total")  # fmt: skip
+    rows = [
+        (run["model"], f"{run['num_processes']} {measured.short(run['device'])}", row["layout"],
+         row["backend"], row["seq_length"], row["samples"], row["layers"],
+         f"{row['local_ms']:.3f}", f"{row['reduction_ms']:.3f}", f"{row['total_ms']:.3f}",
+         f"{row['reduction_ms'] / row['total_ms']:.1%}")
+        for bundle in measured.bundles().values()
+        for run in bundle["norms"]
+        for row in run["rows"]
+    ]  # fmt: skip
+    return table(header, rows) + "\n" if rows else NOTHING
+
+
+def accuracy() -> str:
+    """One process against several, from ``test_accuracy_comparison.py``."""
+    rows = [
+        (f"`{row['mode']}`", row["layout"], "deferred" if row["deferred"] else "immediate",
+         f"{run['ranks']} {measured.short(run['device'])}", f"{row['norm_error']:.1e}",
+         f"{row['loss_error']:.1e}", f"{row['parameter_error']:.1e}",
+         "agrees" if row["holds"] else "**differs**")
+        for bundle in measured.bundles().values()
+        for run in bundle["accuracy"]
+        for row in run["rows"]
+    ]  # fmt: skip
+    header = ("mode", "samples", "norms are", "ranks", "norms", "losses", "parameters", "verdict")
+    return table(header, rows) + "\n" if rows else NOTHING
+
+
+def profiles() -> str:
+    """Kernels by kind, from ``torch_profile``."""
+    found = [run for bundle in measured.bundles().values() for run in bundle["profiles"]]
+    kinds = [k for k in (found[0]["kernels"]["kinds_ms"] if found else ())
+             if any(run["kernels"]["kinds_ms"][k] >= 0.05 for run in found)]  # fmt: skip
+    rows = [
+        (f"`{run['trainer']}`", f"{run['batch_size']} x {run['seq_length']}",
+         measured.short(run["device"]), f"{run['median_time_ms']:.1f}",
+         f"{run['memory']['peak_mb'] / 1024:.1f}", run["memory"]["peak_phase"].replace("_", " "),
+         *(f"{run['kernels']['kinds_ms'][kind]:.1f}" for kind in kinds))
+        for run in found
+    ]  # fmt: skip
+    header = ("trainer", "cell", "card", "step ms", "peak GiB", "peak in",
+              *(k.replace("_", " ") for k in kinds))  # fmt: skip
+    return table(header, rows) + "\n" if rows else NOTHING
+
+
+def plots() -> str:
+    """The pictures that ``experiment_plots.py`` draws."""
+    lines = []
+    for title, names in experiment_plots.shown().items():
+        folder = experiment_plots.FOLDER.name
+        lines += [f"**{title}**", *(f"![{title}]({folder}/{name})" for name in names)]
+    return "\n\n".join(lines) + "\n"
+
+
+def earlier() -> str:
+    """Cells of the files before series, with their ratios to the non-private step."""
+    cells = [c for c in measured.all_cells() if c.call.split()[0] not in measured.bundles()]
+    rows = []
+    for cell in cells:
+        plain = measured.baseline(cell, cells)
+        if not cell.private or plain is None:
+            continue
+        rows.append((f"`{cell.mode}`{' deferred' if cell.deferred else ''}", cell.package,
+                     cell.place, f"{cell.ms:.1f}", f"{cell.ms / plain.ms:.2f}x",
+                     f"{cell.peak_gb:.1f}", f"{cell.peak_gb / plain.peak_gb:.2f}x",
+                     cell.call))  # fmt: skip
+    header = ("mode", "package", "cell", "ms", "time / non-private", "peak GiB",
+              "memory / non-private", "file, call")  # fmt: skip
+    return table(header, rows) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "expectations": expectations_table,
+    "findings": findings,
+    "modes": modes_table,
+    "deferred": deferred_table,
+    "runs": runs,
+    "choices": choices,
+    "plots": plots,
+    "earlier": earlier,
+    "profiles": profiles,
+    "accuracy": accuracy,
+    "norm-phases": norm_phases,
+    "norm-shares": norm_shares,
+    "norm-cost": norm_cost,
+}

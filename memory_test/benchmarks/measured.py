@@ -1,0 +1,237 @@
+"""What ``memory_test/results`` holds, as cells that can be compared, whoever wrote the file.
+
+Files of a series (``collect_results.py``) lie in ``results/experiments``; beside that folder are
+those of ``steps.py`` and of scripts before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memory_test.common.results import is_bundle
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SERIES = "experiments"  # the folder in it
+NON_PRIVATE = ("no_dp", "no_dp_single")
+OURS = "this package"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured step.
+
+    Attributes:
+        call: What was measured together: name of the file, and of the call in it.
+        gpus: Number of GPUs.
+        card: Their name.
+        model: A built-in shape.
+        mode: As in ``single_experiment.py``.
+        package: :data:`OURS`, that of the non-private step, or another.
+        batch: Samples a GPU.
+        tokens: Of a sample.
+        deferred: Whether norms were deferred.
+        ms: Median time of a step.
+        peak_gb: Peak memory in GiB.
+    """
+
+    call: str
+    gpus: int
+    card: str
+    model: str
+    mode: str
+    package: str
+    batch: int
+    tokens: int
+    deferred: bool
+    ms: float
+    peak_gb: float
+
+    @property
+    def private(self) -> bool:
+        """Whether gradients were clipped and noised."""
+        return self.mode not in NON_PRIVATE
+
+    @property
+    def place(self) -> str:
+        """Batch, tokens and cards, for tables."""
+        return f"{self.batch} x {self.tokens}, {self.gpus} {self.card}"
+
+    def is_like(self, other: Cell) -> bool:
+        """Whether both do the same work in the same call."""
+        return _work(self) == _work(other)
+
+
+def _work(cell: Cell) -> tuple[Any, ...]:
+    return cell.call, cell.gpus, cell.model, cell.batch, cell.tokens
+
+
+def bundles() -> dict[str, dict[str, Any]]:
+    """The files of series, by name."""
+    paths = sorted((RESULTS / SERIES).glob("*.json"))
+    found = {path.stem: json.loads(path.read_text()) for path in paths}
+    return {name: value for name, value in found.items() if is_bundle(value)}
+
+
+def all_cells() -> list[Cell]:
+    """All cells, file by file."""
+    cells = [
+        cell
+        for path in sorted(RESULTS.glob("*.json"))
+        for cell in _of_file(path.stem, json.loads(path.read_text()))
+    ]
+    for name, bundle in bundles().items():
+        cells += [_of_result(name, result) for result in bundle["results"]]
+    return cells
+
+
+def baseline(cell: Cell, cells: list[Cell]) -> Cell | None:
+    """The non-private step of the same work."""
+    return next((c for c in cells if not c.private and c.is_like(cell)), None)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step with immediate norms and the same with deferred ones.
+
+    Attributes:
+        mode, model, tokens: As in :class:`Cell`.
+        place: Batch, tokens and cards, for tables.
+        immediate_ms, deferred_ms: Times of a step.
+        growth: Of the peak memory by deferring, as a share.
+        file: Where it was read.
+        adapters: Rank of LoRA adapters, 0 for none.
+    """
+
+    mode: str
+    model: str
+    tokens: int
+    place: str
+    immediate_ms: float
+    deferred_ms: float
+    growth: float
+    file: str
+    adapters: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """By deferring; below 1 it is slower."""
+        return self.immediate_ms / self.deferred_ms
+
+
+def deferred_pairs() -> list[Pair]:
+    """All pairs of this package that differ in nothing but deferring."""
+    cells = all_cells()
+    pairs = [
+        Pair(one.mode, one.model, one.tokens, one.place, one.ms, other.ms,
+             other.peak_gb / one.peak_gb - 1, one.call.split()[0])
+        for one in cells
+        for other in cells
+        if one.private and not one.deferred and other.deferred
+        and one.package == other.package == OURS
+        and one.mode == other.mode and one.is_like(other)
+    ]  # fmt: skip
+    return pairs + [_in_turn(name, row) for name, row in _rounds_in_turn()]
+
+
+def _rounds_in_turn() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of ``test_deferred_norm.py``, and the names of their files."""
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text())
+        rows = found.get("rows", []) if isinstance(found, dict) else []
+        yield from ((path.stem, row) for row in rows if "speedup" in row)
+    for name, bundle in bundles().items():
+        yield from ((name, row) for run in bundle["deferred"] for row in run["rows"])
+
+
+def _in_turn(name: str, row: dict[str, Any]) -> Pair:
+    cards = f"{row['num_processes']} {short(row['device'])}"
+    adapters = row["config"]["lora_rank"]
+    return Pair(
+        mode=row["mode"],
+        model=row["model"],
+        tokens=row["seq_length"],
+        place=f"{row['batch_size']} x {row['seq_length']}, {cards}"
+        + (f", LoRA {adapters}" if adapters else ""),
+        immediate_ms=row["immediate_ms"],
+        deferred_ms=row["deferred_ms"],
+        growth=row["memory_growth"],
+        file=name,
+        adapters=adapters,
+    )
+
+
+def _of_file(name: str, found: Any) -> Iterator[Cell]:
+    if not isinstance(found, dict):
+        return
+    if "cells" in found:
+        yield from _of_steps(name, found)
+    elif "rows" in found:
+        for row in found["rows"]:
+            if "case" in row and "seq" in row and "ms" in row and not row.get("lora"):
+                yield _of_row(name, found, row)
+
+
+def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
+    for cell in found["cells"]:
+        for row in cell["rows"]:
+            if row["status"] != "ok" or cell["lora_rank"] or "compiled" in row["mode"]:
+                continue
+            yield Cell(
+                call=f"{name} {cell['wrapping']} {cell['checkpointing']}",
+                gpus=found["world"],
+                card=short(found["device"]),
+                model=cell["model"],
+                mode=row["mode"],
+                package=row["package"],
+                batch=cell["batch"],
+                tokens=cell["tokens"],
+                deferred=row["deferred"],
+                ms=row["ms"]["median"],
+                peak_gb=row["peak_gb"],
+            )
+
+
+def _of_row(name: str, found: dict[str, Any], row: dict[str, Any]) -> Cell:
+    gpus = row.get("world", 1)
+    plain = row["case"] == "nondp"
+    package = "non-private" if plain else row.get("package", OURS)
+    return Cell(
+        call=f"{name} {row.get('call', '')}".strip(),
+        gpus=gpus,
+        card=short(row.get("card") or found.get("card", "")),
+        model=f"llama3-{row['model']}",
+        mode=("no_dp" if gpus > 1 else "no_dp_single") if plain else row["case"],
+        package=package,
+        batch=row["batch"],
+        tokens=row["seq"],
+        deferred=row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1",
+        ms=row["ms"],
+        peak_gb=row["peak_gb"],
+    )
+
+
+def _of_result(name: str, result: dict[str, Any]) -> Cell:
+    checkpointing = result["config"].get("checkpointing")
+    return Cell(
+        call=f"{name}{' checkpointing' if checkpointing else ''}",
+        gpus=result["num_gpus"],
+        card=short(result["device"]),
+        model=result["model"],
+        mode=result["mode"],
+        package="non-private" if result["mode"] in NON_PRIVATE else OURS,
+        batch=result["batch_size"],
+        tokens=result["seq_length"],
+        deferred=result["deferred"],
+        ms=result["median_time_ms"],
+        peak_gb=result["peak_memory_gb"],
+    )
+
+
+def short(device: str) -> str:
+    """The name of a card without maker and memory."""
+    words = [w for w in device.split() if w not in ("NVIDIA", "HBM3", "80GB")]
+    return " ".join(words) or "GPU"

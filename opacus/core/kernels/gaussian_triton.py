@@ -1,0 +1,108 @@
+"""GPU kernel of :mod:`opacus.core.kernels.gaussian`: noise for many tensors in one launch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import libdevice
+
+from opacus.core.kernels.operands import interpreted, upload
+from opacus.core.kernels.triton_host import TYPES
+
+BLOCK = 2048
+# Blocks that one program handles: finding its row of the table takes longer than one of them.
+LOOPS = 16
+COLUMNS = 4
+
+
+@triton.jit
+def _normal_pair(first, second, FAST: tl.constexpr):
+    """Two standard normal numbers from two random words, by Box and Muller."""
+    # In (0, 1]: the logarithm stays finite; the largest number is 6.8.
+    uniform = (first.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    radius = tl.sqrt(-2.0 * tl.log(uniform))
+    # Signed, so that the angle is precise around zero: -pi to pi.
+    angle = second.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-9
+    if FAST:  # to 2^-20 where the angle is within one turn; a tenth of the time
+        return radius * libdevice.fast_cosf(angle), radius * libdevice.fast_sinf(angle)
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@triton.jit
+def _kernel(
+    table,
+    key,
+    std,
+    count,
+    COUNT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """WHOLE divides all sizes."""
+    # Which row of the table this program works for: the last that starts at or before it.
+    program = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, COUNT)
+    starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
+    entry = table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
+    source = tl.load(entry + 1).to(tl.pointer_type(SOURCE))
+    target = tl.load(entry + 2).to(tl.pointer_type(TARGET))
+    size = tl.multiple_of(tl.load(entry + 3), WHOLE)
+    if WHOLE > 1:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    own_key = tl.load(key)
+    begin = (program - tl.load(entry)) * (BLOCK * LOOPS)
+    for offset in range(0, tl.minimum(size - begin, BLOCK * LOOPS).to(tl.int32), BLOCK):
+        # Philox: a counter that no other quadruple of this launch has, under the launch's key.
+        quads = (program * (BLOCK * LOOPS) + offset) // 4 + tl.arange(0, BLOCK // 4)
+        low, high = quads.to(tl.uint32), (quads >> 32).to(tl.uint32)
+        zero = low * 0
+        a, b, c, d = tl.philox(own_key, low, high, zero, zero)
+        z0, z1 = _normal_pair(a, b, FAST)
+        z2, z3 = _normal_pair(c, d, FAST)
+        noise = tl.reshape(tl.join(tl.join(z0, z1), tl.join(z2, z3)), (BLOCK,))
+        places = begin + offset + tl.arange(0, BLOCK)
+        inside = places < size
+        value = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + places, (value + std * noise).to(TARGET), mask=inside)
+
+
+def launch(std: float, sources: Sequence[Tensor], targets: Sequence[Tensor], key: Tensor) -> None:
+    """Write ``source + std * noise`` to each target.
+
+    Args:
+        std: Standard deviation.
+        sources: Contiguous, one dtype.
+        targets: Of the same sizes, contiguous, one dtype; may be the sources.
+        key: int64 ``[1]`` on the device, another one for each launch.
+    """
+    rows, programs = [], 0
+    for source, target in zip(sources, targets, strict=True):
+        if source.numel():
+            rows.append((programs, source.data_ptr(), target.data_ptr(), source.numel()))
+            programs += triton.cdiv(source.numel(), BLOCK * LOOPS)
+    if not rows:
+        return
+    _kernel[(programs,)](
+        upload(itertools.chain.from_iterable(rows), key.device),
+        key,
+        std,
+        len(rows),
+        COUNT=triton.next_power_of_2(len(rows)),
+        SOURCE=TYPES[sources[0].dtype],
+        TARGET=TYPES[targets[0].dtype],
+        BLOCK=BLOCK,
+        LOOPS=LOOPS,
+        COLUMNS=COLUMNS,
+        FAST=not interpreted(),
+        WHOLE=8 if all(n % 8 == 0 and s % 16 == t % 16 == 0 for _, s, t, n in rows) else 1,
+        num_warps=8,
+    )

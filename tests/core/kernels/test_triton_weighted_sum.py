@@ -1,0 +1,53 @@
+"""The kernel of weighted sums against sums in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, ON_GPU, draw
+
+pytestmark = MARKS
+if ON_GPU or INTERPRETED:
+    from opacus.core.kernels import weighted_sum_triton as kernel
+    from opacus.core.kernels.weighted_sum_triton import Sum
+
+# The second list cannot be read 16 bytes at a time.
+SIZES = [[8, 2048, 40000, 64], [5, 2049, 70001, 1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=["aligned", "odd"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_of_many_tensors(dtype, sizes, rows) -> None:
+    grads = [draw(rows, n, dtype=dtype) for n in sizes]
+    factors = [torch.rand(rows, device=DEVICE) for _ in sizes]
+    excluded = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    if rows > 1:
+        excluded[1] = True
+        for grad in grads:
+            grad[1] = float("nan")
+    out = torch.full((1, sum(sizes)), float("nan"), device=DEVICE)
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    sums = [Sum(g, f, s, n) for g, f, s, n in zip(grads, factors, starts, sizes, strict=True)]
+    kernel.launch(sums, excluded, out, out.stride(0))
+    kept = ~excluded
+    want = torch.cat(
+        [f[kept].double() @ g[kept].double() for f, g in zip(factors, grads, strict=True)]
+    )
+    torch.testing.assert_close(out[0].double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [16, 12], ids=["aligned", "odd"])
+def test_segments_lie_a_stride_apart(width) -> None:
+    """As a reduction over four ranks wants them: each rank's part in its own row."""
+    ranks, rows = 4, 3
+    grad = draw(2, rows * ranks, width, dtype=torch.bfloat16)
+    factors = torch.rand(2, device=DEVICE)
+    stride = rows * width + 2 * width  # another parameter lies in front
+    out = torch.full((ranks, stride), 7.0, device=DEVICE)
+    none = torch.zeros(2, dtype=torch.bool, device=DEVICE)
+    kernel.launch([Sum(grad, factors, 2 * width, rows * width)], none, out, stride)
+    want = torch.einsum("b,b...->...", factors.double(), grad.double()).view(ranks, -1)
+    torch.testing.assert_close(out[:, 2 * width :].double(), want, rtol=1e-5, atol=1e-6)
+    assert (out[:, : 2 * width] == 7.0).all()

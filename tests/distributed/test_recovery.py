@@ -1,0 +1,220 @@
+"""An error in a backward pass under FSDP2: the next step is as if there had been none."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.core.recovery import Recovery
+from opacus.core.reduction import ShardedSink
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.distributed_utils import DistributedTestError, progress, run_distributed
+
+BLOCKS = 3
+goes_on = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot go on"
+)
+
+
+class Fuse(torch.autograd.Function):
+    """An identity whose backward fails when it is called for the ``countdown``-th time."""
+
+    countdown: ClassVar[int] = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Fuse.countdown -= 1
+        if Fuse.countdown == 0:
+            raise MemoryError("no room")
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Fuse.apply(self.layer(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+class Run:
+    def __init__(self, mode: str, rank: int, deferred: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = FSDP2Wrapper(Model())
+        made: Any = PrivacyEngine().make_private(
+            module=self.model,
+            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=8),
+            noise_multiplier=0.0,
+            max_grad_norm=0.5,
+            poisson_sampling=False,
+            grad_sample_mode=mode,
+            deferred_norm=deferred,
+        )
+        self.private, self.optimizer, self.criterion = made[:3]
+        numbers, device = torch.Generator("cpu").manual_seed(rank), torch.get_default_device()
+        self.x = torch.randn(4, 6, generator=numbers, device="cpu").to(device)
+        self.y = torch.randint(0, 3, (4,), generator=numbers, device="cpu").to(device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.criterion(self.private(self.x), self.y).backward()
+        self.optimizer.step()
+
+    def fail(self, at: int) -> None:
+        Fuse.countdown = at
+        with pytest.raises(MemoryError, match="no room"):
+            self.step()
+        assert all(p.grad is None for p in self.model.parameters())
+        # Sharded again: what a handler may look at or save.
+        assert all(hasattr(p, "full_tensor") for p in self.model.parameters())
+        Fuse.countdown = 0
+
+    def weights(self) -> list[Tensor]:
+        return [p.full_tensor().detach() for p in self.model.parameters()]
+
+
+# In the first backward pass, and in the second one, if there is one.
+PLACES = {"ghost_fsdp": (1, 3, 4, 6), "ghost_fsdp_bk": (1, 3)}
+
+
+def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
+    cases = [(mode, deferred) for mode in PLACES for deferred in (False, True)]
+    return [*(with_and_without(rank, *case) for case in cases), fails_while_reducing(rank)]
+
+
+def with_and_without(rank: int, mode: str, deferred: bool) -> list[list[Tensor]]:
+    """Weights after three steps, and with a failure at each place among them."""
+    ends = []
+    for at in (0, *PLACES[mode]):
+        progress((mode, deferred, at))
+        run = Run(mode, rank, deferred)
+        for _ in range(3):
+            if at:
+                run.fail(at)
+            run.step()
+        ends.append(run.weights())
+    return ends
+
+
+def check(ends: list[list[Tensor]]) -> None:
+    untouched, *others = ends
+    for end in others:
+        for a, b in zip(end, untouched, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def fails_while_reducing(rank: int) -> list[list[Tensor]]:
+    """The same, for what a single backward pass does after it."""
+    ends = []
+    for fails in (False, True):
+        run = Run("ghost_fsdp_bk", rank)
+        run.step()
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ShardedSink, "_land", _no_room)
+                with pytest.raises(MemoryError, match="no room"):
+                    run.step()
+        run.step()
+        ends.append(run.weights())
+    return ends
+
+
+def _no_room(*args: Any) -> None:
+    raise MemoryError("no room")
+
+
+@goes_on
+def test_the_next_step_is_as_usual() -> None:
+    for cases in run_distributed(every_case, 2, timeout=100):
+        for ends in cases:
+            check(ends)
+
+
+@pytest.mark.gpu
+@two_gpus
+@goes_on
+def test_the_next_step_is_as_usual_on_gpus() -> None:
+    for cases in run_distributed(every_case, 2, timeout=100, backend="nccl"):
+        for ends in cases:
+            check(ends)
+
+
+def one_rank_fails(rank: int, world_size: int) -> None:
+    Recovery.WAIT = 1.0
+    run = Run("ghost_fsdp", rank)
+    run.step()
+    if rank == 0:
+        run.fail(BLOCKS + 1)
+    run.step()
+
+
+@goes_on
+def test_a_failure_on_one_rank_alone_is_said() -> None:
+    said = r"failed on rank 0 \(MemoryError: no room\), but not on ranks \[1\].*last checkpoint"
+    with pytest.raises(DistributedTestError, match=said):
+        run_distributed(one_rank_fails, 2)
+
+
+def fail_elsewhere(rank: int) -> list[str]:
+    run, said = Run("ghost_fsdp", rank), []
+    run.private._recovery._position = lambda: rank  # as if a rank had reduced more
+    run.step()
+    run.fail(BLOCKS + 1)
+    for _ in range(2):  # it stays so
+        with pytest.raises(RuntimeError, match="at other places on other ranks") as caught:
+            run.step()
+        said.append(str(caught.value))
+    return said
+
+
+def without_a_reset(rank: int) -> str:
+    run = Run("ghost_fsdp", rank)
+    run.step()
+    if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
+        del FSDPModule.reset_iter_state
+    Fuse.countdown = BLOCKS + 1
+    with pytest.raises(MemoryError):
+        run.step()
+    with pytest.raises(RuntimeError) as caught:
+        run.step()
+    return str(caught.value)
+
+
+def where_it_cannot_go_on(rank: int, world_size: int) -> tuple[list[str], str]:
+    return fail_elsewhere(rank), without_a_reset(rank)
+
+
+@goes_on
+def test_where_it_cannot_go_on_that_is_said() -> None:
+    for rank, (said, old_torch) in enumerate(run_distributed(where_it_cannot_go_on, 2)):
+        assert said[0] == said[1] and f"on rank {rank} (MemoryError" in said[0]
+        assert "a backward pass failed (MemoryError: no room), and FSDP2 of torch" in old_torch
+        assert old_torch.endswith("resume from the last checkpoint")

@@ -1,0 +1,98 @@
+"""The tables and plots of the documents are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from memory_test.benchmarks import experiment_plots, experiment_tables, measured, tables
+
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
+SMALL_SERIES = Path(__file__).parents[1] / "memory_test" / "data" / "results"
+REDRAW = "run memory_test/benchmarks/experiment_plots.py"
+PAGE = next(path for path in tables.DOCUMENTS if path.name == "experiments.md")
+NORMS = next(path for path in tables.DOCUMENTS if path.name.startswith("NORM_"))
+
+
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_the_figures_of_a_document_are_those_of_the_results(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert tables.MARKED.search(text)
+    assert tables.filled(text) == text, "run memory_test/benchmarks/tables.py"
+
+
+def test_every_table_has_a_place() -> None:
+    text = PAGE.read_text("utf-8") + NORMS.read_text("utf-8")
+    found = {match[2] for match in tables.MARKED.finditer(text)}
+    assert found == set(experiment_tables.TABLES)
+
+
+def test_the_plots_were_drawn_from_the_results() -> None:
+    image = pytest.importorskip("PIL.Image")
+    shown = {Path(name).name for name in IMAGE.findall(PAGE.read_text("utf-8"))}
+    assert shown == {path.name for path in experiment_plots.FOLDER.glob("*.png")}
+    drawn = {picture.name: picture.source for picture in experiment_plots.all_pictures()}
+    for name in shown:
+        with image.open(experiment_plots.FOLDER / name) as picture:
+            assert picture.text["Source"] == drawn[name], f"{name}: {REDRAW}"
+
+
+@pytest.fixture
+def small_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results with one series in it, of two CPU processes, that calls itself a GPU's."""
+    from memory_test.common.results import BUNDLE, read_results
+
+    results, failures, _ = read_results(SMALL_SERIES)
+    for result in results:
+        result.pop("file")
+        result |= {"device": "NVIDIA H100 80GB HBM3", "model": "llama3-1b", "seq_length": 4096}
+        result["date"] += f" {len(result['mode'])}"
+    empty = {part: [] for part in ("deferred", "norms", "accuracy", "profiles")}
+    bundle = {"layout": BUNDLE, "what": "a try", "results": results, "failures": failures, **empty}
+    (tmp_path / measured.SERIES).mkdir()
+    (tmp_path / measured.SERIES / "small.json").write_text(json.dumps(bundle))
+    for path in measured.RESULTS.glob("*ghost_fsdp_1b.json"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_new_series_changes_the_document(small_series: Path) -> None:
+    text = tables.filled(PAGE.read_text("utf-8"))
+    assert text != PAGE.read_text("utf-8")
+    assert "### small" in text and "a try." in text
+    bundle = measured.bundles()["small"]
+    for result in experiment_tables.groups_of(bundle)[0].results:
+        assert f"| {result['median_time_ms']:.1f} |" in text
+    assert experiment_tables.norm_phases() != experiment_tables.NOTHING
+
+
+def test_pairs_come_from_series_and_other_files(small_series: Path) -> None:
+    files = {pair.file for pair in measured.deferred_pairs()}
+    assert "small" in files and len(files) == 3
+    for pair in measured.deferred_pairs():
+        assert pair.speedup == pair.immediate_ms / pair.deferred_ms
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([], ""),
+        ([1.0, 1.1], "does not hold (0 of 2)"),
+        ([1.0, 1.6], "holds in part (1 of 2)"),
+        ([1.5, 1.6], "holds (2 of 2)"),
+    ],
+)
+def test_verdicts(found: list[float], expected: str) -> None:
+    assert experiment_tables.verdict(found, 1.5) == expected
+
+
+def test_what_a_pair_can_tell() -> None:
+    pair = measured.Pair("ghost", "llama3-8b", 8192, "", 2.0, 1.0, 0.0, "f")
+    large = experiment_tables.EXPECTED[-1]
+    assert large.covers(pair) and pair.speedup == 2.0
+    assert not experiment_tables.EXPECTED[2].covers(pair)

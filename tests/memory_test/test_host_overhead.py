@@ -1,0 +1,55 @@
+"""The host's share of a step: the script measures it, and it stays small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from memory_test.benchmarks.host_overhead import chosen_ways, count, main, parse, table
+from tests.memory_test.scripts import MEMORY_TEST, run
+
+SCRIPT = MEMORY_TEST / "benchmarks" / "host_overhead.py"
+
+
+def test_it_measures_one_process_and_two(tmp_path) -> None:
+    output = tmp_path / "overhead.json"
+    settings = "one process,FSDP2 on two"
+    modes = "ghost_bk,ghost,ghost_fsdp_bk"
+    done = run(SCRIPT, "--iters", "2", "--settings", settings, "--modes", modes, "--output", output)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    found = {(row["setting"], row["mode"]): row for row in rows}
+    assert list(found) == [
+        *(("one process", mode) for mode in ("no_dp", "ghost_bk", "ghost")),
+        *(("FSDP2 on two", mode) for mode in ("no_dp", "ghost_fsdp_bk")),
+    ]
+    assert all(row["ms"] > 0 and row["layers"] == 147 for row in rows)
+    assert done.stdout.splitlines() == table(rows).splitlines()
+    # Operations do not depend on the machine: two for the noise of each parameter, one each for
+    # norm and weighted sum; normalisation layers take more, and two passes most of a backward.
+    each = {key: row["added_operations"] / row["layers"] for key, row in found.items()}
+    assert each["one process", "no_dp"] == 0
+    assert 2 < each["one process", "ghost_bk"] < 6
+    assert 8 < each["one process", "ghost"] < 14
+    assert 2 < each["FSDP2 on two", "ghost_fsdp_bk"] < 5
+
+
+def test_operations_are_counted_without_views_and_allocations() -> None:
+    x = torch.ones(2, 3)
+    assert count(lambda: x.t()[0].view(2).add(1)) == {"aten.add": 1}
+    assert count(lambda: torch.empty(3).fill_(2.0)) == {"aten.fill_": 1}
+
+
+def test_only_modes_of_the_setting_are_chosen() -> None:
+    names = [str(way) for way in chosen_ways("one process", "ghost_fsdp,ghost+deferred")]
+    assert names == ["no_dp", "ghost+deferred"]
+    for wrong in (["--settings", "three"], ["--iters", "0"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+
+
+def test_a_failure_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["--iters", "1", "--settings", "one process", "--modes", "no_dp"]) != 0
