@@ -139,8 +139,9 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
 def _of_earlier(name: str, found: dict[str, Any]) -> Iterator[Measured]:
     for row in found["rows"]:
         card = _card(row.get("card") or found.get("card", ""))
-        other = "pip opacus" in row.get("package", "") or row.get("lora")
-        if other or "ms" not in row or not card:
+        package = row.get("package", "")
+        other = "pip opacus" in package or "stored shards" in package or row.get("lora")
+        if other or "case" not in row or "ms" not in row or not card:
             continue
         mode = "no_dp" if row["case"] == "nondp" else row["case"]
         deferred = row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1"

@@ -78,7 +78,7 @@ def choose_mode(facts: Facts) -> Choice:
         why = "layers are split by tensor parallelism, for which there is this mode only"
         return Choice("ghost_tp", (why,))
     obstacle = _obstacle(facts)
-    kernels, why_kernels = _kernels(facts)
+    kernels, why_kernels = _kernels(facts, one_pass=obstacle is None)
     mode = Mode(
         strategy="one_pass" if obstacle is None else "two_pass",
         kernels="flash" if kernels else "reference",
@@ -120,11 +120,17 @@ def _obstacle(facts: Facts) -> str | None:
     return None
 
 
-def _kernels(facts: Facts) -> tuple[bool, str]:
+def _kernels(facts: Facts, one_pass: bool) -> tuple[bool, str]:
     if facts.device != "cuda":
         return False, f"norms by PyTorch: the parameters are on {facts.device!r}, not on a GPU"
     if not facts.triton:
         return False, "norms by PyTorch: Triton is not installed"
+    if facts.sharded and one_pass:
+        # Measured: memory_test/results/experiments/2026-11-28_h200x2.json.
+        return False, (
+            "norms by PyTorch: most come from the gradients that are formed for the sum, and "
+            "launching Triton kernels for the rest takes the host longer"
+        )
     return True, "norms by Triton kernels or by PyTorch, whichever is faster for each size"
 
 

@@ -285,10 +285,14 @@ class TwoPass(Ghost):
 
 
 def default_budget(device: torch.device) -> int | None:
-    """Memory for records that wait: a twentieth of a CUDA device's, elsewhere no limit."""
+    """Memory for records that wait: a twentieth of what a CUDA device holds now.
+
+    At the start of a backward pass that is about its peak. Elsewhere there is no limit.
+    """
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).total_memory // 20
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

@@ -245,8 +245,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     def deferred_norm_budget(self) -> int | None:
         """Bytes that deferred records may hold; beyond it the oldest are computed early.
 
-        ``None`` (the default) means a twentieth of a CUDA device's memory, and no limit on
-        the CPU. The numbers are the same whatever the budget.
+        ``None`` (the default) means a twentieth of what a CUDA device holds when the backward
+        pass starts, and no limit on the CPU. The numbers are the same whatever the budget.
         """
         return self._strategy.budget_bytes
 

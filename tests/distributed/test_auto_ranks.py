@@ -173,7 +173,7 @@ def helpers(rank: int, world_size: int) -> tuple[str, str]:
 def unlike(rank: int, world_size: int) -> str:
     """Rank 1 pretends to be a host on which another mode would be chosen."""
     if rank:
-        auto._kernels = lambda facts: (True, "a host with a GPU")  # type: ignore[assignment]
+        auto._kernels = lambda facts, one_pass: (True, "a host with a GPU")  # type: ignore[assignment]
     try:
         private("fsdp", "auto", world_size)
     except ValueError as error:

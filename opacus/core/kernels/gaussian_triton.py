@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from opacus.core.kernels import operands
 from opacus.core.kernels.operands import interpreted, upload
 from opacus.core.kernels.triton_host import TYPES
 
@@ -88,7 +89,7 @@ def launch(std: float, sources: Sequence[Tensor], targets: Sequence[Tensor], key
     for source, target in zip(sources, targets, strict=True):
         if source.numel():
             rows.append((programs, source.data_ptr(), target.data_ptr(), source.numel()))
-            programs += triton.cdiv(source.numel(), BLOCK * LOOPS)
+            programs += operands.parts(source.numel(), BLOCK * LOOPS)
     if not rows:
         return
     _kernel[(programs,)](

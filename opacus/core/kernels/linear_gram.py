@@ -413,9 +413,9 @@ def _total(partial: Tensor) -> Tensor:
 
 def _slots(tokens: int, side: int, most: int) -> tuple[int, int]:
     """Side of the squares of tiles that run together, and programs for a sample."""
-    tiles = max(1, triton.cdiv(tokens, side))
+    tiles = max(1, operands.parts(tokens, side))
     group = min(most, operands.power_of_two(tiles))
-    squares = triton.cdiv(tiles, group)
+    squares = operands.parts(tiles, group)
     return group, squares * (squares + 1) // 2 * group * group
 
 

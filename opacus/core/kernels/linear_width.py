@@ -215,10 +215,10 @@ def norm_sq(
         return hopper.width_norm_sq(a, g, tile)
     tile = tile.fitted(d, p)
     batch, tokens = g.shape[:2]
-    m_tiles, n_tiles = triton.cdiv(d, tile.m), triton.cdiv(p, tile.n)
+    m_tiles, n_tiles = operands.parts(d, tile.m), operands.parts(p, tile.n)
     samples = _samples(m_tiles * n_tiles, batch, operands.multiprocessors(g.device))
     partial = operands.blank((batch, m_tiles * n_tiles), g.device)
-    _tma_kernel[(m_tiles * n_tiles, triton.cdiv(batch, samples))](
+    _tma_kernel[(m_tiles * n_tiles, operands.parts(batch, samples))](
         descriptor(a, tile.k, tile.m),
         descriptor(g, tile.k, tile.n),
         partial,
@@ -265,7 +265,9 @@ def grouped_norm_sq(
     if samples == 0:
         return [operands.blank((0,), first.device) for _ in pairs]
     tile = _table_tile(pairs, kept[0], tile)
-    slots = max(triton.cdiv(a.shape[2], tile.m) * triton.cdiv(g.shape[2], tile.n) for a, g in pairs)
+    slots = max(
+        operands.parts(a.shape[2], tile.m) * operands.parts(g.shape[2], tile.n) for a, g in pairs
+    )
     partial = operands.blank((len(pairs), samples, max(1, slots)), first.device)
     aligned = operands.is_aligned(*(t for pair in pairs for t in pair))
     table = itertools.chain.from_iterable(map(_row, *zip(*pairs, strict=True), kept))
@@ -314,7 +316,7 @@ def _samples(tiles: int, batch: int, programs: int) -> int:
     """Samples that one program handles in turn: as many as keep all multiprocessors busy."""
 
     def rounds(samples: int) -> int:
-        return triton.cdiv(tiles * triton.cdiv(batch, samples), programs) * samples
+        return operands.parts(tiles * operands.parts(batch, samples), programs) * samples
 
     best = min(rounds(s) for s in range(1, batch + 1))
     # Of those that are as fast, within 2%, the one that restarts the pipeline least.

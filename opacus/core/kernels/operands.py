@@ -57,6 +57,11 @@ def power_of_two(size: int, least: int = 1) -> int:
     return max(least, 1 << max(0, size - 1).bit_length())
 
 
+def parts(size: int, part: int) -> int:
+    """How many parts cover ``size``; Triton's own function takes microseconds."""
+    return -(-size // part)
+
+
 def blank(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uninitialised fp32 memory that a kernel fills; tests put NaN there first."""
     return torch.empty(shape, dtype=torch.float32, device=device)

@@ -61,7 +61,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
             weight = _weight(weights, start + places, weights_t, inside)[:, None]
             value = tl.where(weight != 0, value * weight, 0.0)
         total += value
-        pointers += TOKENS * g_t.to(tl.int64)
+        pointers += tl.cast(TOKENS, tl.int64) * g_t
     sums = tl.sum(total, 0)
     tl.store(partial + sample * tl.num_programs(0) + block, tl.sum(sums * sums, 0))
 
@@ -146,7 +146,7 @@ def bias_norm_sq(backprops: Tensor, mask: Tensor | None = None) -> Tensor:
     batch, tokens, p = backprops.shape
     if batch == 0:
         return operands.blank((0,), backprops.device)
-    blocks = max(1, triton.cdiv(p, COLUMNS))
+    blocks = max(1, operands.parts(p, COLUMNS))
     partial = operands.blank((batch, blocks), backprops.device)
     _sum_kernel[(blocks, batch)](
         backprops,
@@ -203,9 +203,9 @@ def affine_norm_sq(
         return zero, zero.clone() if bias else None
     features = operands.power_of_two(d, 16)
     rows = min(max(1, ROW_NUMBERS // features), 16, operands.power_of_two(tokens))
-    parts = triton.cdiv(PROGRAMS * operands.multiprocessors(g.device), batch)
-    share = max(rows, triton.cdiv(tokens, parts))
-    parts = triton.cdiv(tokens, share)
+    parts = operands.parts(PROGRAMS * operands.multiprocessors(g.device), batch)
+    share = max(rows, operands.parts(tokens, parts))
+    parts = operands.parts(tokens, share)
     sums = operands.blank((kinds, batch, parts, d), g.device)
     _affine_kernel[(parts, batch)](
         x,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opacus.core.kernels import operands
+
 BLOCK = 4096
 
 
@@ -44,7 +46,7 @@ def launch(rows: Tensor, factors: Tensor | None, excluded: Tensor) -> Tensor:
     if rows.numel() == 0:
         return out
     size = rows[0].numel()
-    _kernel[(triton.cdiv(size, BLOCK), len(rows))](
+    _kernel[(operands.parts(size, BLOCK), len(rows))](
         rows,
         rows if factors is None else factors,
         excluded.view(torch.uint8),

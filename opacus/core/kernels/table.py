@@ -146,7 +146,7 @@ def embedding_norm_sq(
         ids = ids.masked_fill(weights == 0, EXCLUDED)
     ids, order = ids.sort(dim=1)
     weighted = weights is not None and weights.is_floating_point()
-    tiles = triton.cdiv(tokens, SIDE)
+    tiles = operands.parts(tokens, SIDE)
     partial = operands.blank((batch, tiles), backprops.device)
     _table_kernel[(tiles, batch)](
         ids.contiguous(),

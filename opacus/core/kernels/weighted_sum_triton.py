@@ -111,7 +111,7 @@ def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> N
                 len(s.grads),
             )
         )
-        programs += triton.cdiv(size, BLOCK * LOOPS)
+        programs += operands.parts(size, BLOCK * LOOPS)
     dtype = sums[0].grads.dtype
     aligned = _is_aligned(sums, out, stride)
     _kernel[(programs,)](
