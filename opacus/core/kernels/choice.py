@@ -37,6 +37,8 @@ T = TypeVar("T")
 Ways = dict[str, Callable[[], T]]
 
 _costs: dict[str, dict[str, float]] = {}
+# The fastest way of those that could be taken when it was last asked for.
+_best: dict[str, str] = {}
 
 
 @functools.cache
@@ -74,29 +76,56 @@ def shared_product_norm_sq(
     activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None = None
 ) -> list[Tensor]:
     """:func:`product_norm_sq` of several layers with the same input."""
-    ways: Ways[list[Tensor]] = {
-        REFERENCE: lambda: [reference_product(activations, g, mask) for g in backprops]
-    }
     if not backprops or not is_usable(activations, *backprops):
-        return ways[REFERENCE]()
-    from opacus.core.kernels import linear_gram, linear_width
-
+        return [reference_product(activations, g, mask) for g in backprops]
     aligned = operands.takes_tma(activations, *backprops) and mask is None
     batch, tokens, d = activations.shape
     widths = [g.shape[2] for g in backprops]
+    key = _key("product", backprops[0], [batch, tokens, d, *widths], (aligned, _kind(mask)))
+    tiles = _tiles_of(activations.device, aligned)
+    way = functools.partial(_product, tiles, activations, backprops, mask)
+    known = _best.get(key)
+    if known is not None and (known in tiles or known == REFERENCE):
+        return way(known)  # nothing else is looked at: this is asked for each layer and step
+    names = [REFERENCE]
     for algorithm in _worth_trying(tokens, d, widths):
-        module = linear_width if algorithm == WIDTH else linear_gram
-        for tile in module.tiles(activations.device) if aligned else (None,):
-            name = algorithm if tile is None else f"{algorithm} {tile}"
-            if algorithm == WIDTH:
-                way = functools.partial(_each_width, activations, backprops, mask, tile)
-            else:
-                way = functools.partial(
-                    linear_gram.shared_norm_sq, activations, backprops, mask, tile=tile
-                )
-            ways[name] = way
-    sizes = [batch, tokens, d, *widths]
-    return _fastest(_key("product", backprops[0], sizes, (aligned, _kind(mask))), ways)
+        names += [name for name in tiles if tiles[name][0] == algorithm]
+    return _fastest(key, {name: functools.partial(way, name) for name in names})
+
+
+def _product(
+    tiles: dict[str, tuple[str, Tile | None]],
+    activations: Tensor,
+    backprops: Sequence[Tensor],
+    mask: Tensor | None,
+    name: str,
+) -> list[Tensor]:
+    """Products' norms in the way of this name."""
+    if name == REFERENCE:
+        return [reference_product(activations, g, mask) for g in backprops]
+    algorithm, tile = tiles[name]
+    if algorithm == WIDTH:
+        return _each_width(activations, backprops, mask, tile)
+    from opacus.core.kernels import linear_gram
+
+    return linear_gram.shared_norm_sq(activations, backprops, mask, tile=tile)
+
+
+def _tiles_of(device: torch.device, aligned: bool) -> dict[str, tuple[str, Tile | None]]:
+    """Algorithm and variant of each way with kernels, by name."""
+    if not aligned:
+        return {name: (name, None) for name in ALGORITHMS}
+    from opacus.core.kernels import linear_gram, linear_width
+
+    modules = {WIDTH: linear_width, INPUT_LENGTH: linear_gram}
+    kinds = tuple(modules[name].tiles(device) for name in ALGORITHMS)
+    return _named(kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(kinds: tuple[tuple[Tile, ...], ...]) -> dict[str, tuple[str, Tile | None]]:
+    named = zip(ALGORITHMS, kinds, strict=True)
+    return {f"{name} {tile}": (name, tile) for name, tiles in named for tile in tiles}
 
 
 def _each_width(
@@ -242,6 +271,7 @@ def measured() -> dict[str, dict[str, float]]:
 def forget() -> None:
     """Measure everything anew (and read the file again, if one is named)."""
     _costs.clear()
+    _best.clear()
     _load.cache_clear()
 
 
@@ -254,7 +284,8 @@ def _fastest(key: str, ways: Ways[T]) -> T:
             return ways[_unmeasured(ways)]()
         known = _costs[key] = _measure(ways)
         _save()
-    return ways[min(known, key=known.__getitem__)]()
+    _best[key] = min(known, key=known.__getitem__)
+    return ways[_best[key]]()
 
 
 def _unmeasured(ways: Ways[T]) -> str:
@@ -319,10 +350,21 @@ def _kind(mask: Tensor | None) -> str:
 
 def _key(operation: str, tensor: Tensor, sizes: Sequence[int], options: tuple[object, ...]) -> str:
     """One for all sizes that agree in their three leading bits."""
-    card = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else "cpu"
+    return _key_of(operation, tensor.device, tensor.dtype, tuple(sizes), options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_of(
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    options: tuple[object, ...],
+) -> str:
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rough = "x".join(str(_leading_bits(size)) for size in sizes)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return "/".join([operation, card, torch.__version__, dtype, rough, *map(str, options)])
+    name = str(dtype).removeprefix("torch.")
+    return "/".join([operation, card, torch.__version__, name, rough, *map(str, options)])
 
 
 def _leading_bits(size: int) -> int:
