@@ -5,9 +5,8 @@
 FOLDER is what ``pip install --no-deps --target FOLDER opacus==1.6.0`` made. The packages take
 turns, so that a busy host slows both; of each case the medians of all rounds are compared.
 
-On a CPU the processes of both packages keep freed memory. glibc otherwise returns the top of the
-heap to the system in one process and not in the next, whatever lies there by chance, and thousands
-of page faults a step are then compared; ``--default-malloc`` leaves that in.
+Page faults are counted: where glibc returns memory after each step, thousands of them are part of
+the time (``opacus/core/allocator.py`` sees to it that this package has none).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("hooks", "ghost")
 Batch = tuple[Tensor, Tensor]
@@ -180,10 +178,9 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def in_process(folder: Path, arguments: list[str], keep_memory: bool) -> dict[str, Any]:
+def in_process(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Run one measurement in a process in which ``folder`` provides opacus."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
-    environment |= KEEP_MEMORY if keep_memory else {}
     command = [sys.executable, "-P", str(Path(__file__).resolve()), "--worker", *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -197,14 +194,13 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases and modes; the packages take turns."""
     rows = []
     folders = {"this package": ROOT, "pip opacus 1.6.0": options.reference}
-    keep_memory = options.device == "cpu" and not options.default_malloc
     for case in options.cases or cases(options.device):
         for mode in MODES:
             arguments = [case, mode, options.device, str(options.iterations)]
             found: dict[str, list[dict[str, Any]]] = {package: [] for package in folders}
             for _ in range(options.rounds):
                 for package, folder in folders.items():
-                    found[package].append(in_process(folder, arguments, keep_memory))
+                    found[package].append(in_process(folder, arguments))
             rows.append(summary(case, mode, found))
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -248,7 +244,6 @@ def main() -> None:
     parser.add_argument("--reference", type=Path, required=True, help="folder with pip opacus")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", nargs="*", help="by default all")
-    parser.add_argument("--default-malloc", action="store_true", help="see above; CPU only")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--out", type=Path)
@@ -263,7 +258,6 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "rounds": options.rounds,
-        "default_malloc": options.device != "cpu" or options.default_malloc,
         "rows": compare(options),
     }
     if options.out:

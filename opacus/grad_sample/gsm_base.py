@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from opacus.core.allocator import keep_freed_memory
 from opacus.core.profiling import PROFILE
 
 # Attributes that appear on parameters while a model is private; all of them are gone
@@ -37,6 +38,7 @@ class AbstractGradSampleHooks(ABC):
                 f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
             )
         PROFILE.configure()
+        keep_freed_memory()
         super().__init__()
         self._module = m
         self.batch_first = batch_first
