@@ -80,6 +80,7 @@ def load_training_state(
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
     if optimizer is not None:
+        optimizer.reset_accumulation()  # its samples would count twice in the batch that begins
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):

@@ -112,10 +112,15 @@ class NormLedger:
         if alone and (rule.needs_parameters or not self.deferred):
             self._settle([record])
             return
+        keep(record)
         self._waiting.append(record)
         self._held_bytes += _bytes_of(record)
         if self.budget_bytes is not None:
             self._shrink()
+
+    def has_measured(self, layer: str) -> bool:
+        """Whether the norm of a layer that stands alone is there already."""
+        return layer in self._done or layer in self.formed_layers
 
     def known(self, owners: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The squared norms computed so far, of all parameters or of ``owners`` alone."""
@@ -126,6 +131,8 @@ class NormLedger:
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         waiting, self._waiting, self._held_bytes = self._waiting, [], 0
+        for record in waiting:
+            check_unchanged(record)
         shared = [r for r in waiting if r.layer.shared]
         by_layer = _by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in by_layer if len(uses) == 1]
@@ -148,6 +155,8 @@ class NormLedger:
     def _hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
         if self.planner is not None:
+            for record in records:
+                keep(record)
             self.held += records
 
     # --- how one group is computed ---
@@ -276,6 +285,7 @@ class NormLedger:
                 continue
             del self._waiting[index]
             self._held_bytes -= _bytes_of(record)
+            check_unchanged(record)
             self._settle([record])
 
 
@@ -309,6 +319,26 @@ def check_rows(record: Record, batch: int) -> None:
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
         "freeze the layer"
     )
+
+
+def keep(record: Record) -> None:
+    """The record is to be used once the backward pass has gone on."""
+    record.versions = [t._version for t in record.tensors]
+
+
+def check_unchanged(record: Record) -> None:
+    """Refuse a kept record whose tensors have been overwritten.
+
+    Raises:
+        RuntimeError: Names the layer. What is summed would not be what was measured.
+    """
+    if record.versions is not None and record.versions != [t._version for t in record.tensors]:
+        raise RuntimeError(
+            f"the input or the output gradient of {record.spec} was changed in place after the "
+            "backward pass had come by (by a backward function that overwrites its gradient, or "
+            "hooks that bring saved tensors back to one buffer). Use deferred_norm=False and a "
+            "mode without _bk, in which nothing is kept"
+        )
 
 
 def _is_cheaply_formed(record: Record) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from opacus.core.clipping import excluded_or_none
 from opacus.core.kernels.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
+from opacus.core.norms import check_unchanged
 from opacus.core.planner import Planner, free_memory
 from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
 from opacus.core.recorder import Record, Recorder
@@ -260,6 +261,7 @@ class _KeptSums:
     @each_layer
     def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
         factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
+        check_unchanged(record)
         rows, backprops = record.batch, record.backprops
         activations, excluded = record.activations, self.excluded
         if excluded is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,30 +27,33 @@ class IndexCheck:
     def __init__(self, specs: Iterable[LayerSpec]) -> None:
         self._tables = {spec.name for spec in specs if issubclass(spec.kind, nn.Embedding)}
         self._met: set[str] = set()  # tables that have been looked up
-        self._known: set[str] = set()  # those with a row for each sample
+        # Uses of tables (the how manieth in a forward pass) with a row for each sample.
+        self._known: set[tuple[str, int]] = set()
+        self._uses: dict[str, int] = {}
+        self._running = False
         self._batch: int | None = None
         self._ambiguous = False
-        self._storages: set[int] = set()
+        self._inputs: set[tuple[int, int]] = set()  # see _place
         self._rows: SampleRows | None = None
 
     def begin(self, inputs: Any, batch: int | None, recorded: bool) -> None:
         """A forward pass of the model starts with these inputs, maybe one that is recorded."""
         self.end()
-        self._batch = batch
+        self._batch, self._uses, self._running = batch, {}, True
         if not self._tables:
             return
         tensors = [t for t in tree_leaves(inputs) if type(t) is Tensor]
         self._ambiguous = (
             batch is not None and batch > 1 and any(batch in t.shape[1:] for t in tensors)
         )
-        self._storages = {_storage(t) for t in tensors} if self._ambiguous else set()
+        self._inputs = _places(tensors, batch) if self._ambiguous else set()
         if recorded and batch is not None and self._ambiguous and not self._tables <= self._met:
             self._rows = SampleRows(tensors, batch)
             self._rows.__enter__()
 
     def end(self) -> None:
         """The forward pass has ended, or failed."""
-        rows, self._rows = self._rows, None
+        rows, self._rows, self._running = self._rows, None, False
         if rows is not None:
             rows.__exit__(None, None, None)
 
@@ -62,11 +66,14 @@ class IndexCheck:
         if self._batch is None or spec.name not in self._tables:
             return
         self._met.add(spec.name)
-        if indices.dim() == 0 or indices.shape[0] != self._batch or spec.name in self._known:
+        use = (spec.name, self._uses.get(spec.name, 0) if self._running else 0)
+        if self._running:  # else it is a recomputation
+            self._uses[spec.name] = use[1] + 1
+        if indices.dim() == 0 or indices.shape[0] != self._batch or use in self._known:
             return
         if not self._ambiguous or (self._rows is not None and self._rows.has(indices)):
-            self._known.add(spec.name)
-        elif _storage(indices) not in self._storages:
+            self._known.add(use)
+        elif _place(indices) not in self._inputs:
             raise ValueError(
                 f"{spec} is looked up with indices of shape {tuple(indices.shape)} that are not an "
                 f"input of the model. With {self._batch} samples, as many as another dimension of "
@@ -76,7 +83,7 @@ class IndexCheck:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows": None, "_storages": set()}
+        return {**self.__dict__, "_rows": None, "_inputs": set(), "_running": False}
 
 
 class SampleRows(TorchFunctionMode):
@@ -95,13 +102,15 @@ class SampleRows(TorchFunctionMode):
     def __init__(self, inputs: Iterable[Tensor], batch: int) -> None:
         super().__init__()
         self._batch = batch
-        self._found: dict[int, Tensor] = {}  # held, so that no other one gets their number
+        # Held, so that no other one gets their number; with the stride between rows.
+        self._found: dict[int, tuple[Tensor, int]] = {}
         for tensor in inputs:
             self._note(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether row i of the tensor is known to be of sample i."""
-        return id(tensor) in self._found
+        found = self._found.get(id(tensor))
+        return found is not None and found[1] == tensor.stride(0)  # not so after t_()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -119,7 +128,7 @@ class SampleRows(TorchFunctionMode):
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.dim() and tensor.shape[0] == self._batch:
-            self._found[id(tensor)] = tensor
+            self._found[id(tensor)] = (tensor, tensor.stride(0))
 
     def _note_assignment(self, target: Any, index: Any, value: Any) -> None:
         """``target[:, ...] = value`` with rows of samples on the right."""
@@ -190,5 +199,23 @@ _KEEPS: dict[str, _Keeps] = {
 }
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _places(inputs: Iterable[Tensor], batch: int | None) -> set[tuple[int, int]]:
+    """Where rows of samples may lie: in the inputs, or one row for all samples (``expand``)."""
+    places = {(t.untyped_storage().data_ptr(), 0) for t in inputs}
+    return places | {_place(t) for t in inputs if t.dim() and t.shape[0] == batch}
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Storage and stride between rows: equal for ``x`` and ``x[:, 1:]``, not for ``x[0]``."""
+    return tensor.untyped_storage().data_ptr(), tensor.stride(0)
+
+
+def batch_of(inputs: Any, dim: int) -> int | None:
+    """Batch size of a model's inputs, where all its tensors agree on one."""
+    leaves = tree_leaves(inputs, is_leaf=lambda v: isinstance(v, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        return None
+    sizes = {t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    return sizes.pop() if len(sizes) == 1 else None

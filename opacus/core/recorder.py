@@ -32,10 +32,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from opacus.core.provenance import IndexCheck
+from opacus.core.provenance import IndexCheck, batch_of
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
@@ -116,6 +115,7 @@ class Record:
     reused: bool
     generation: Generation
     forward_pass: ForwardPass | None = None
+    versions: list[int] | None = None  # of the tensors, since it was kept
 
     @property
     def elements(self) -> int:
@@ -221,7 +221,7 @@ class Recorder:
             return
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
-        batch = _batch_of((args, kwargs), 0 if self.batch_first else 1)
+        batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
         self._current = ForwardPass(self._generation, batch)
         self.latest_batch = batch
         if self.batch_first:
@@ -250,6 +250,9 @@ class Recorder:
             return output
         inputs, in_tree = tree_flatten((args, kwargs))
         tensors = [i for i in inputs if isinstance(i, Tensor)]
+        for tensor in tensors:
+            if type(tensor) is Tensor and not tensor.is_floating_point():
+                self._look_up(spec, tensor)
         use = _Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
         picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
         use.register(picked_outputs[0].shape, counted=not self.in_backward)
@@ -262,13 +265,18 @@ class Recorder:
         """:meth:`tap` for what most layers do: one tensor in, one out."""
         if not output.is_floating_point() and not output.is_complex():
             return output
-        if not self.in_backward and not x.is_floating_point():
-            self._indices.look_up(spec, x)
+        if not x.is_floating_point():
+            self._look_up(spec, x)
         use = _Use(self, layer, spec, self._forward_pass(), None, None)
         if output.shape[0:1] == (1,):
             output = self._spread(use, output, [x])
         use.register(output.shape, counted=not self.in_backward)
         return _tap_one(_ANCHOR, use, output, x)
+
+    def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
+        """Check a table's indices, where it runs first: reentrant checkpoints record later."""
+        if not self.in_backward or spec.name not in self._generation.uses:
+            self._indices.look_up(spec, indices)
 
     def _forward_pass(self) -> ForwardPass:
         if self._current is not None:
@@ -487,14 +495,3 @@ def _requires_grad(parameter: Tensor | None) -> bool:
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _batch_of(inputs: Any, dim: int) -> int | None:
-    """Batch size of a model's inputs, where all its tensors agree on one."""
-    leaves, _ = tree_flatten(inputs, is_leaf=lambda v: isinstance(v, PackedSequence))
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        return None
-    sizes = {t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim}
-    if len(sizes) > 1:
-        sizes.discard(1)
-    return sizes.pop() if len(sizes) == 1 else None

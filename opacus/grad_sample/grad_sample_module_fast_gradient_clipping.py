@@ -194,8 +194,13 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _observe(self, record: Record) -> None:
         """An ordinary ``backward()``: its norms can be looked at, nothing is clipped."""
-        if self._observed is None or self._observed_generation is not record.generation:
-            self._observed = NormLedger(record.rows)
+        ledger = self._observed
+        if (
+            ledger is None
+            or self._observed_generation is not record.generation
+            or (not record.reused and ledger.has_measured(record.spec.name))  # retain_graph=True
+        ):
+            ledger = self._observed = NormLedger(record.rows)
             self._observed_generation = record.generation
             self._per_sample_gradient_norms = None
             self._publish({})
@@ -204,8 +209,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 record.backprops, torch.full((record.batch,), float(record.rows))
             )
         with self._recorder.paused():
-            self._observed.add(record)
-        known = self._observed.known(record.layer.owners.values())
+            ledger.add(record)
+        known = ledger.known(record.layer.owners.values())
         for local, owner in record.layer.owners.items():
             if owner in known:
                 parameter: Any = record.layer.module._parameters[local]

@@ -111,3 +111,8 @@ class AdaClipDPOptimizer(DPOptimizer):
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0
+
+    def reset_accumulation(self) -> None:
+        """Forget queued skip signals, partial sums and counts of an unfinished logical batch."""
+        super().reset_accumulation()
+        self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0

@@ -132,6 +132,7 @@ class DPOptimizer(WrappedOptimizer):
         self._overflowed = False  # in any physical batch since the last real step
         self._skipped_samples: int | Tensor = 0
         self._clipped_with = 0.0  # largest C of the batches in this step
+        self._noised_steps = 0  # at least as many as any checkpoint whose noise has been drawn
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         # Step and state hooks of torch, without add_param_group on the shared groups.
@@ -334,6 +335,7 @@ class DPOptimizer(WrappedOptimizer):
         _check_processed_flag(sums)
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with)
+        self._noised_steps += 1
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums)

@@ -70,7 +70,10 @@ def restore_noise(
     """
     if optimizer.secure_mode:
         return
+    # The accountant may have been set back already: by the load before, or one of the model alone.
+    taken = max(taken, optimizer._noised_steps)
     layout, back = optimizer._layout, taken > steps
+    optimizer._noised_steps = max(taken, steps)
     if layout.draws_shared_noise():
         known = not back and _restore(optimizer, saved.get(GENERATOR))
         if not known and (steps or taken):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
@@ -152,6 +153,113 @@ def test_indices_that_samples_share_are_refused(rule: Rule) -> None:
     with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
         released(made, T)
     assert torch.overrides._len_torch_function_stack() == 0
+
+
+def inputs_of_one_sample(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids[0])
+
+
+def inputs_turned(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids.t()).mean(0)
+
+
+def turned_in_place(table: nn.Embedding, ids: Tensor) -> Tensor:
+    turned = ids.clone()
+    turned.t_()
+    return table(turned).mean(0)
+
+
+def by_keyword(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(input=torch.arange(T))
+
+
+def samples_first(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids) + table(torch.arange(T))
+
+
+def recomputed(table: nn.Embedding, ids: Tensor) -> Tensor:
+    scale = torch.ones((), requires_grad=True)  # without it nothing is recomputed
+    return checkpoint(lambda s: table(torch.arange(T)) * s, scale, use_reentrant=True)
+
+
+SHARING = [
+    inputs_of_one_sample, inputs_turned, turned_in_place, by_keyword, samples_first, recomputed,
+]  # fmt: skip
+
+
+def first_column(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids[:, 1:]).mean(1, True) + table(ids[:, 0])[:, None]
+
+
+def one_row_for_all(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids) + table(ids.new_ones(1, 1).expand(*ids.shape).clone() * ids)
+
+
+def recomputed_rows(table: nn.Embedding, ids: Tensor) -> Tensor:
+    scale = torch.ones((), requires_grad=True)
+    return checkpoint(lambda i, s: table(i) * s, ids, scale, use_reentrant=True)
+
+
+def recomputed_shifted_rows(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return checkpoint(table, ids % 4 + 1, use_reentrant=False)
+
+
+OWN_ROWS = [first_column, one_row_for_all, recomputed_rows, recomputed_shifted_rows]
+
+
+class LookUps(nn.Module):
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.use = nn.Embedding(9, 6), nn.Linear(6, 3), use
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.use(self.table, ids).expand(len(ids), -1, -1)).mean(1)
+
+
+def step(use: Any, mode: str) -> Any:
+    model = LookUps(use)
+    made: Any = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        data_loader=DataLoader(TensorDataset(*batch(12)), batch_size=6),
+        loss_reduction="sum",
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    loss_fn = made[2] if len(made) == 4 else nn.CrossEntropyLoss(reduction="sum")
+    ids, _, y = batch(T)
+    for _ in range(2):
+        made[1].zero_grad()
+        loss_fn(made[0](ids), y).backward()
+        made[1].step()
+    return [p.grad for p in made[1].params]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("use", SHARING)
+def test_positions_in_disguise_are_refused(use: Any, mode: str) -> None:
+    with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
+        step(use, mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("use", OWN_ROWS)
+def test_rows_of_samples_in_other_forms_are_taken(use: Any, mode: str) -> None:
+    model = LookUps(use).double()
+    ids, _, y = batch(T)
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(T):
+        model.zero_grad()
+        F.cross_entropy(model(ids[i : i + 1]), y[i : i + 1]).backward()
+        grads = [p.grad for p in model.parameters()]
+        factor = min(1.0, C / float(torch.stack([g.norm() for g in grads]).norm() + 1e-6))
+        for part, grad in zip(total, grads, strict=True):
+            part += grad * factor
+    assert_close(step(use, mode), total)
 
 
 def test_the_trail_is_followed_only_as_long_as_it_is_needed(

@@ -155,6 +155,43 @@ def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path) -> None:
     assert not repeats(given_up, run.train(2))
 
 
+@pytest.mark.parametrize("model_first", [False, True])
+def test_going_back_to_a_checkpoint_again(model_first: bool, tmp_path: Path) -> None:
+    """The first load sets the accountant back, which then tells of no further step."""
+    run = Run(model(), "hooks")
+    run.train(1)
+    run.save(tmp_path / "run.pt")
+    given_up = run.train(2)
+    if model_first:
+        run.engine.load_checkpoint(path=tmp_path / "run.pt", module=run.module)
+    else:
+        with pytest.warns(UserWarning, match=NEW_SEED):
+            run.load(tmp_path / "run.pt")
+    with pytest.warns(UserWarning, match=rf"more steps than the checkpoint.*{NEW_SEED}"):
+        run.load(tmp_path / "run.pt")
+    assert not repeats(given_up, run.train(2))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_batch_that_loading_interrupts_is_dropped(mode: str, tmp_path: Path) -> None:
+    run = Run(model(), mode)
+    run.optimizer.noise_multiplier = 0.0
+    run.train(1)
+    run.save(tmp_path / "run.pt")
+    run.train(1)
+    want = [p.grad.clone() for p in run.optimizer.params]
+    with pytest.warns(UserWarning, match=NEW_SEED):
+        run.load(tmp_path / "run.pt")
+    run.optimizer.signal_skip_step(True)
+    run.optimizer.zero_grad()
+    run.loss(run.module(TENSORS[0]), TENSORS[1]).backward()
+    run.optimizer.step()
+    with pytest.warns(UserWarning, match=NEW_SEED):
+        run.load(tmp_path / "run.pt")
+    run.train(1)
+    torch.testing.assert_close([p.grad for p in run.optimizer.params], want)
+
+
 def test_nothing_is_said_where_no_noise_was_drawn(tmp_path: Path) -> None:
     run = Run(model(), "hooks")
     run.engine.save_checkpoint(path=tmp_path / "model.pt", module=run.module)

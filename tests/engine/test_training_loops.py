@@ -88,6 +88,99 @@ def test_backward_in_eval_mode_is_for_the_inputs_alone(mode: str) -> None:
     assert_close(gradients(run, "before", model._module), [w / B for w in want])
 
 
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_input_gradients_of_one_graph_many_times(mode: str) -> None:
+    """As saliency maps and Jacobians do; the same graph is then clipped as ever."""
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    model, optimizer, loss_fn = private("mlp", mode, 0.5)
+    outputs = model(inputs.requires_grad_())
+    for column in range(2):
+        (got,) = torch.autograd.grad(outputs[:, column].sum(), inputs, retain_graph=True)
+        assert bool(got.any())
+    loss_fn(outputs, targets).backward()
+    optimizer.step()
+    want, _ = oracle("mlp", *PROBLEMS["mlp"].batch(B), 0.5)
+    assert_close([p.grad for p in trainable(model)], [w / B for w in want])
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost deferred", "ghost_bk", "ghost_bk deferred"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_saved_tensors_that_come_back_to_one_buffer(mode: str, finite: bool) -> None:
+    """What is kept would change: right numbers or a refusal, never others silently."""
+    mode, _, deferred = mode.partition(" ")
+    inputs, targets = torch.randn(4, 600) * 0.01, torch.tensor([0, 1, 2, 0])
+    others, limit = torch.randn(4, 600), 0.05
+    if not finite:
+        inputs[1, 2] = float("nan")
+    model = TwoInputs()
+    want = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    wide = copy.deepcopy(model).double()
+    for i in range(4):
+        row = slice(i, i + 1)
+        wide.zero_grad()
+        scores = wide((inputs[row].double(), others[row].double()))
+        nn.functional.cross_entropy(scores, targets[row]).backward()
+        grads = [p.grad for p in wide.parameters()]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for total, grad in zip(want, grads, strict=True):
+            if norm.isfinite():
+                total += grad * (limit / norm).clamp(max=1)
+    rows = TensorDataset(torch.zeros(8, 1), torch.zeros(8))
+    module, optimizer, loss_fn, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        data_loader=DataLoader(rows, batch_size=4),
+        noise_multiplier=0.0,
+        max_grad_norm=limit,
+        poisson_sampling=False,
+        loss_reduction="sum",
+        grad_sample_mode=mode,
+        deferred_norm=bool(deferred),
+    )
+    buffers: dict[torch.Size, torch.Tensor] = {}
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return buffers.setdefault(tensor.shape, torch.empty_like(tensor)).copy_(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        loss = loss_fn(module((inputs, others)), targets)
+    if mode == "ghost" and not deferred:
+        loss.backward()
+        optimizer.step()
+        assert_close([p.grad for p in model.parameters()], [w.float() for w in want])
+        return
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(600, 600), nn.Linear(600, 600)
+        self.head = nn.Linear(600, 3)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.head(self.first(inputs[0]) + self.second(inputs[1]))
+
+
+def test_an_unfinished_batch_is_not_counted_by_adaptive_clipping() -> None:
+    """Its samples may come again in the next one, and would count twice."""
+    model, optimizer, loss_fn = private(
+        "mlp", "hooks", 0.5, clipping="adaptive", target_unclipped_quantile=0.5,
+        clipbound_learning_rate=0.2, max_clipbound=5.0, min_clipbound=0.1, unclipped_num_std=1.0,
+    )  # fmt: skip
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    optimizer.signal_skip_step(True)
+    loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+    assert optimizer.sample_size == B
+    optimizer.reset_accumulation()
+    assert (optimizer.sample_size, optimizer.unclipped_num, optimizer._count) == (0, 0, 0.0)
+
+
 def test_the_step_that_takes_every_sample_twice_is_refused() -> None:
     """Two backward passes over batches that are the whole data set."""
     model = build("mlp")

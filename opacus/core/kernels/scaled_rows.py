@@ -31,7 +31,8 @@ class Masking:
         """The same tensors with zeros in the excluded rows."""
         if any(is_dtensor(t) for t in tensors):  # these have no address
             return without_excluded(tensors, excluded)
-        key = tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
+        # With the version: hooks of saved tensors may bring all of them into one buffer.
+        key = tuple((t.data_ptr(), t._version, t.dtype, t.shape, t.stride()) for t in tensors)
         if key != self._key:
             self._key, self._given = key, tensors
             self._masked = without_excluded(tensors, excluded)
