@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.kernels.gaussian import add_gaussian, can_fuse
-from opacus.core.noise import ShardedNoise, consecutive, gaussian
+from opacus.core.kernels.weighted_sum import consecutive
+from opacus.core.noise import PIECE_ELEMENTS, ShardedNoise, gaussian
 from opacus.core.profiling import REDUCTION, timed
 from opacus.core.sharded import is_dtensor, is_fsdp
 
@@ -64,7 +65,7 @@ class Single:
             in_place: Overwrite sums that have it, which saves the memory of another gradient.
         """
         wanted = iter(dtypes)
-        for piece in consecutive(sums):
+        for piece in consecutive(sums, Tensor.numel, PIECE_ELEMENTS):
             own = [next(wanted) for _ in piece]
             if self._can_fuse(std, piece, own):
                 yield from self._fused(std, piece, own, in_place)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.core.kernels.gaussian import add_gaussian, can_fuse
+from opacus.core.kernels.weighted_sum import consecutive
 from opacus.core.torch_internals import as_sharded
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class ShardedNoise:
             groups.setdefault(key, []).append(shard)
         for (index, device, _), shards in groups.items():
             stream = self._stream(index, device)
-            for piece in consecutive(shards):
+            for piece in consecutive(shards, Tensor.numel, PIECE_ELEMENTS):
                 _add_noise(std, piece, stream)
 
     def draw_equal(self, std: float, reference: Tensor) -> Tensor:
@@ -177,20 +178,6 @@ class ShardedNoise:
                 dist.broadcast(seed, 0)
             self._base = int(seed)
         return self._base
-
-
-def consecutive(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in a row of at most :data:`PIECE_ELEMENTS` together, or one larger one."""
-    piece: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if piece and size + tensor.numel() > PIECE_ELEMENTS:
-            yield piece
-            piece, size = [], 0
-        piece.append(tensor)
-        size += tensor.numel()
-    if piece:
-        yield piece
 
 
 def _add_noise(std: float, shards: list[Tensor], stream: torch.Generator) -> None:

@@ -100,7 +100,7 @@ class Ghost:
         """
         self._passes.clear()
         budget = self.budget_bytes
-        if budget is None:
+        if budget is None and self.deferred:  # else nothing waits that could be computed early
             budget = default_budget(losses.device)
         self.ledger = NormLedger(
             losses.shape[0],

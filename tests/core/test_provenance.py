@@ -100,7 +100,10 @@ def build(rule: Rule) -> nn.Module:
 
 
 def private(rule: Rule, mode: str) -> Any:
-    model = build(rule)
+    return made_private(build(rule), mode)
+
+
+def made_private(model: nn.Module, mode: str) -> Any:
     return PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -219,17 +222,7 @@ class LookUps(nn.Module):
 
 def step(use: Any, mode: str) -> Any:
     model = LookUps(use)
-    made: Any = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        data_loader=DataLoader(TensorDataset(*batch(12)), batch_size=6),
-        loss_reduction="sum",
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        grad_sample_mode=mode,
-    )
+    made = made_private(model, mode)
     loss_fn = made[2] if len(made) == 4 else nn.CrossEntropyLoss(reduction="sum")
     ids, _, y = batch(T)
     for _ in range(2):

@@ -11,8 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from opacus.core.kernels import operands
-from opacus.core.kernels.operands import interpreted, upload
-from opacus.core.kernels.triton_host import TYPES
+from opacus.core.kernels.triton_host import TYPES, row_of
 
 BLOCK = 2048
 # Blocks that one program handles: finding its row of the table takes longer than one of them.
@@ -49,11 +48,8 @@ def _kernel(
     WHOLE: tl.constexpr,
 ):
     """WHOLE divides all sizes."""
-    # Which row of the table this program works for: the last that starts at or before it.
     program = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, COUNT)
-    starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
-    entry = table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
+    entry = row_of(program, table, count, COUNT, COLUMNS)
     source = tl.load(entry + 1).to(tl.pointer_type(SOURCE))
     target = tl.load(entry + 2).to(tl.pointer_type(TARGET))
     size = tl.multiple_of(tl.load(entry + 3), WHOLE)
@@ -93,7 +89,7 @@ def launch(std: float, sources: Sequence[Tensor], targets: Sequence[Tensor], key
     if not rows:
         return
     _kernel[(programs,)](
-        upload(itertools.chain.from_iterable(rows), key.device),
+        operands.upload(itertools.chain.from_iterable(rows), key.device),
         key,
         std,
         len(rows),
@@ -103,7 +99,7 @@ def launch(std: float, sources: Sequence[Tensor], targets: Sequence[Tensor], key
         BLOCK=BLOCK,
         LOOPS=LOOPS,
         COLUMNS=COLUMNS,
-        FAST=not interpreted(),
+        FAST=not operands.interpreted(),
         WHOLE=8 if all(n % 8 == 0 and s % 16 == t % 16 == 0 for _, s, t, n in rows) else 1,
         num_warps=8,
     )

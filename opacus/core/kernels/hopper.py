@@ -168,7 +168,7 @@ def width_norm_sq(a: Tensor, g: Tensor, tile: Tile = WIDTH_TILES[0]) -> Tensor:
         ``[B]`` in fp32.
     """
     batch, tokens, d = a.shape
-    m_tiles, n_tiles = -(-d // tile.m), -(-g.shape[2] // tile.n)
+    m_tiles, n_tiles = operands.parts(d, tile.m), operands.parts(g.shape[2], tile.n)
     total = batch * m_tiles * n_tiles
     partial = operands.blank((batch, m_tiles * n_tiles * 2), a.device)
     _width_kernel[(min(total, operands.multiprocessors(a.device)),)](
@@ -216,6 +216,23 @@ def _corner(pair, tiles, BAND: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _copy_rows(  # type: ignore[no-untyped-def]
+    desc, sample, row, column, steps, rows, columns, ready, empty, stage, phase,
+    M: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the next ``steps`` buffers with all features of two tiles of tokens."""
+    for step in range(steps):
+        mbarrier.wait(empty.index(stage), phase)
+        bar = ready.index(stage)
+        mbarrier.expect(bar, 2 * M * K * 2)
+        where = step * K
+        _load(desc, [sample, row * M, where], bar, rows.index(stage))
+        _load(desc, [sample, column * M, where], bar, columns.index(stage))
+        stage, phase = _next(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _copy_gram(  # type: ignore[no-untyped-def]
     a_desc, g_desc, rows, columns, ready, empty, a_steps, g_steps, total, pairs, tiles,
     M: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
@@ -225,22 +242,14 @@ def _copy_gram(  # type: ignore[no-untyped-def]
     for place in range(gl.program_id(0), total, gl.num_programs(0)):
         sample = place // pairs
         row, column = _corner(place % pairs, tiles, GROUP)
-        for step in range(a_steps):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, 2 * M * K * 2)
-            where = step * K
-            _load(a_desc, [sample, row * M, where], bar, rows.index(stage))
-            _load(a_desc, [sample, column * M, where], bar, columns.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
-        for step in range(g_steps):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, 2 * M * K * 2)
-            where = step * K
-            _load(g_desc, [sample, row * M, where], bar, rows.index(stage))
-            _load(g_desc, [sample, column * M, where], bar, columns.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
+        stage, phase = _copy_rows(
+            a_desc, sample, row, column, a_steps, rows, columns, ready, empty, stage, phase,
+            M, K, STAGES,
+        )  # fmt: skip
+        stage, phase = _copy_rows(
+            g_desc, sample, row, column, g_steps, rows, columns, ready, empty, stage, phase,
+            M, K, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -324,7 +333,7 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         ``[B]`` in fp32, not negative.
     """
     batch, tokens, d = a.shape
-    tiles = -(-tokens // tile.m)
+    tiles = operands.parts(tokens, tile.m)
     pairs = tiles * (tiles + 1) // 2
     partial = operands.blank((batch, pairs), a.device)
     _gram_kernel[(min(batch * pairs, operands.multiprocessors(a.device)),)](

@@ -1,4 +1,4 @@
-"""What the launches of several Triton kernels share; imports Triton, unlike ``operands.py``."""
+"""What several Triton kernels and their launches share; imports Triton, unlike ``operands``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -22,6 +23,16 @@ TYPES = {
     torch.float64: tl.float64,
     torch.uint8: tl.uint8,
 }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    program, table, count, COUNT: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The row of the table that a program works for: the last that starts at or before it."""
+    lanes = tl.arange(0, COUNT)
+    starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
+    return table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
 
 
 def descriptor(tensor: Tensor, tokens: int, features: int) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from opacus.core.kernels.choice import triton_is_installed
 from opacus.core.kernels.reference import wide_dtype, widen
 
+T = TypeVar("T")
 # Columns of half-precision gradients that are widened at once, where there is no kernel.
 PART_ELEMENTS = 1 << 16
 # Tensors up to this size are copied into one, where there is no kernel.
@@ -139,7 +141,7 @@ def weighted_sum_each(
         sums = _as_one([grads[p] for p in places], factors[first], excluded, dtypes[first])
         results |= dict(zip(places, sums, strict=True))
     for dtype, chosen in together.items():
-        for places in _parts(chosen, grads):
+        for places in consecutive(chosen, lambda p: grads[p][0].numel(), SHARED_ELEMENTS):
             sums = _in_one_launch(
                 [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
             )
@@ -165,17 +167,17 @@ def _as_one(
     return [part.view(grad.shape[1:]) for part, grad in zip(parts, grads, strict=True)]
 
 
-def _parts(places: Sequence[int], grads: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places in a row whose sums have at most :data:`SHARED_ELEMENTS`, or one with more."""
-    part: list[int] = []
+def consecutive(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in a row whose sizes add up to at most ``most``, or a larger one alone."""
+    part: list[T] = []
     size = 0
-    for place in places:
-        elements = grads[place][0].numel()
-        if part and size + elements > SHARED_ELEMENTS:
+    for item in items:
+        own = size_of(item)
+        if part and size + own > most:
             yield part
             part, size = [], 0
-        part.append(place)
-        size += elements
+        part.append(item)
+        size += own
     if part:
         yield part
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opacus.core.kernels import operands
-from opacus.core.kernels.triton_host import TYPES
+from opacus.core.kernels.triton_host import TYPES, row_of
 
 BLOCK = 2048
 # Blocks that one program handles: finding its row of the table takes longer than one of them.
@@ -37,11 +37,8 @@ def _kernel(
     PLACE: tl.constexpr,
 ):
     """WHOLE divides all sizes, segments and starts; PLACE is an integer type for positions."""
-    # Which row of the table this program works for: the last that starts at or before it.
     program = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, COUNT)
-    starts = tl.load(table + lanes * COLUMNS, mask=lanes < count, other=1 << 62)
-    entry = table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
+    entry = row_of(program, table, count, COUNT, COLUMNS)
     first = tl.load(entry)
     grads = tl.load(entry + 1).to(tl.pointer_type(DTYPE))
     factors = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
