@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ ALGORITHMS = (INPUT_LENGTH, WIDTH)
 HOPELESS = 8
 # Timed calls of each way, after one that is not timed; the fastest counts.
 REPEATS = 3
+# Kinds of products that are remembered: more come only where lengths vary from step to step.
+MOST_REMEMBERED = 4096
 # File that keeps what was measured; a plain name lies in ~/.cache/opacus.
 CACHE_VARIABLE = "OPACUS_KERNEL_CACHE"
 
@@ -37,8 +40,10 @@ T = TypeVar("T")
 Ways = dict[str, Callable[[], T]]
 
 _costs: dict[str, dict[str, float]] = {}
-# The fastest way of those that could be taken when it was last asked for.
-_best: dict[str, str] = {}
+# The fastest of some ways, by key and their names.
+_best: dict[tuple[str, ...], str] = {}
+# What takes products of tensors of these shapes, strides and kinds: asked in each layer and step.
+_products: dict[tuple[Any, ...], Callable[..., list[Tensor]]] = {}
 
 
 @functools.cache
@@ -49,9 +54,13 @@ def triton_is_installed() -> bool:
 
 def is_usable(*tensors: Tensor) -> bool:
     """Whether the Triton kernels take these tensors, on this machine."""
-    on_device = all(t.is_cuda for t in tensors) or (interpreted() and not tensors[0].is_cuda)
-    floats = (t for t in tensors if t.is_floating_point())
-    return on_device and triton_is_installed() and all(t.dtype in SUPPORTED for t in floats)
+    there = True
+    for tensor in tensors:
+        there = there and tensor.is_cuda
+        if tensor.dtype not in SUPPORTED and tensor.is_floating_point():
+            return False
+    there = there or (not tensors[0].is_cuda and interpreted())
+    return there and triton_is_installed()
 
 
 # --- what is computed, and in which ways ---
@@ -77,38 +86,77 @@ def shared_product_norm_sq(
 ) -> list[Tensor]:
     """:func:`product_norm_sq` of several layers with the same input."""
     if not backprops or not is_usable(activations, *backprops):
-        return [reference_product(activations, g, mask) for g in backprops]
-    aligned = operands.takes_tma(activations, *backprops) and mask is None
+        return _each_reference(activations, backprops, mask)
+    alike = _alike(activations, backprops, mask)
+    chosen = _products.get(alike)
+    if chosen is not None:
+        return chosen(activations, backprops, mask)
+    aligned = mask is None and _take_tma(activations, backprops)
     batch, tokens, d = activations.shape
     widths = [g.shape[2] for g in backprops]
     key = _key("product", backprops[0], [batch, tokens, d, *widths], (aligned, _kind(mask)))
     tiles = _tiles_of(activations.device, aligned)
-    way = functools.partial(_product, tiles, activations, backprops, mask)
-    known = _best.get(key)
-    if known is not None and (known in tiles or known == REFERENCE):
-        return way(known)  # nothing else is looked at: this is asked for each layer and step
-    names = [REFERENCE]
+    takers = {REFERENCE: _each_reference}
     for algorithm in _worth_trying(tokens, d, widths):
-        names += [name for name in tiles if tiles[name][0] == algorithm]
-    return _fastest(key, {name: functools.partial(way, name) for name in names})
+        for name, (own, tile) in tiles.items():
+            if own == algorithm:
+                takers[name] = _taker(algorithm, tile)
+    arguments = (activations, backprops, mask)
+    norms = _fastest(key, {n: functools.partial(t, *arguments) for n, t in takers.items()})
+    best = _best.get((key, *takers))
+    # While a graph is captured the best kernels may not be known yet.
+    if best is not None and not torch.cuda.is_current_stream_capturing():
+        if len(_products) >= MOST_REMEMBERED:
+            _products.clear()
+        _products[alike] = takers[best]
+    return norms
 
 
-def _product(
-    tiles: dict[str, tuple[str, Tile | None]],
-    activations: Tensor,
-    backprops: Sequence[Tensor],
-    mask: Tensor | None,
-    name: str,
+def _alike(
+    activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None
+) -> tuple[Any, ...]:
+    """Equal for tensors whose products are taken in the same way, by the same kernel."""
+    return (
+        activations.dtype,
+        activations.get_device(),
+        activations.shape,
+        activations.stride(),
+        activations.data_ptr() % operands.ALIGNMENT,
+        None if mask is None else mask.dtype,
+        *[
+            (g.dtype, g.get_device(), g.shape, g.stride(), g.data_ptr() % operands.ALIGNMENT)
+            for g in backprops
+        ],
+    )
+
+
+def _take_tma(activations: Tensor, backprops: Sequence[Tensor]) -> bool:
+    """Whether the kernels that use the copy engine take these tensors as they are."""
+    tensors = [activations]
+    for g in backprops:
+        operands.check_pair(activations, g)
+        tensors.append(g)
+    one_dtype = len({t.dtype for t in tensors}) == 1
+    return one_dtype and all(t.numel() for t in tensors) and operands.takes_tma(*tensors)
+
+
+def _each_reference(
+    activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None
 ) -> list[Tensor]:
-    """Products' norms in the way of this name."""
-    if name == REFERENCE:
-        return [reference_product(activations, g, mask) for g in backprops]
-    algorithm, tile = tiles[name]
-    if algorithm == WIDTH:
-        return _each_width(activations, backprops, mask, tile)
-    from opacus.core.kernels import linear_gram
+    return [reference_product(activations, g, mask) for g in backprops]
 
-    return linear_gram.shared_norm_sq(activations, backprops, mask, tile=tile)
+
+def _taker(algorithm: str, tile: Tile | None) -> Callable[..., list[Tensor]]:
+    """What takes products by this algorithm; by the copy engine, if a tile is given."""
+    from opacus.core.kernels import linear_gram, linear_width
+
+    if algorithm == INPUT_LENGTH:
+        if tile is None:
+            return linear_gram.shared_norm_sq
+        return functools.partial(linear_gram.tma_norm_sq, tile=tile)
+    if tile is None:
+        return lambda a, gs, mask: [linear_width.norm_sq(a, g, mask) for g in gs]
+    return lambda a, gs, _: [linear_width.tma_norm_sq(a, g, tile) for g in gs]
 
 
 def _tiles_of(device: torch.device, aligned: bool) -> dict[str, tuple[str, Tile | None]]:
@@ -128,39 +176,38 @@ def _named(kinds: tuple[tuple[Tile, ...], ...]) -> dict[str, tuple[str, Tile | N
     return {f"{name} {tile}": (name, tile) for name, tiles in named for tile in tiles}
 
 
-def _each_width(
-    activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None, tile: Tile | None
-) -> list[Tensor]:
-    from opacus.core.kernels import linear_width
-
-    return [linear_width.norm_sq(activations, g, mask, tile=tile) for g in backprops]
-
-
 def grouped_product_norm_sq(
     pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """:func:`product_norm_sq` of many layers, in one launch where Triton runs."""
     own: Sequence[Tensor | None] = masks or [None] * len(pairs)
-    ways: Ways[list[Tensor]] = {
-        REFERENCE: lambda: [
-            reference_product(a, g, m) for (a, g), m in zip(pairs, own, strict=True)
-        ]
-    }
-    if not pairs or not is_usable(*(t for pair in pairs for t in pair)):
-        return ways[REFERENCE]()
-    if len({(t.dtype, t.device) for pair in pairs for t in pair}) > 1:
+    if not pairs or not is_usable(pairs[0][0]):
+        return [reference_product(a, g, m) for (a, g), m in zip(pairs, own, strict=True)]
+    group = operands.group_of(pairs, masks)
+    if group is None:  # of several dtypes
         return [product_norm_sq(a, g, m) for (a, g), m in zip(pairs, own, strict=True)]
-    from opacus.core.kernels import linear_gram, linear_width
 
-    ways[WIDTH] = lambda: linear_width.grouped_norm_sq(pairs, masks)
-    ways[INPUT_LENGTH] = lambda: linear_gram.grouped_norm_sq(pairs, masks)
-    costs = {name: sum(_operations(name, *_sizes(a, g)) for a, g in pairs) for name in ALGORITHMS}
-    for name, cost in costs.items():
-        if cost > HOPELESS * min(costs.values()):
-            del ways[name]
-    shapes = sorted({(a.shape, g.shape[2]) for a, g in pairs})
-    sizes = [len(pairs), *(n for shape, p in shapes[:4] for n in (*shape, p))]
+    def way(name: str) -> list[Tensor]:
+        if name == REFERENCE:
+            return [reference_product(a, g, m) for (a, g), m in zip(pairs, own, strict=True)]
+        from opacus.core.kernels import linear_gram, linear_width
+
+        return (linear_width if name == WIDTH else linear_gram).group_norm_sq(group)
+
+    names, sizes = _grouped(group.shapes)
+    ways: Ways[list[Tensor]] = {name: functools.partial(way, name) for name in names}
     return _fastest(_key("grouped", pairs[0][1], sizes, (_kind(own[0]),)), ways)
+
+
+@functools.lru_cache(maxsize=64)
+def _grouped(shapes: tuple[torch.Size, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Ways that are worth trying for layers of these shapes, and the sizes that tell."""
+    layers = [(*a, g[2]) for a, g in zip(shapes[::2], shapes[1::2], strict=True)]
+    costs = {name: sum(_operations(name, *layer) for layer in layers) for name in ALGORITHMS}
+    most = HOPELESS * min(costs.values())
+    names = [name for name in (WIDTH, INPUT_LENGTH) if costs[name] <= most]
+    distinct = sorted(set(layers))
+    return (REFERENCE, *names), (len(layers), *itertools.chain.from_iterable(distinct[:4]))
 
 
 def bias_norm_sq(backprops: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -272,11 +319,15 @@ def forget() -> None:
     """Measure everything anew (and read the file again, if one is named)."""
     _costs.clear()
     _best.clear()
+    _products.clear()
     _load.cache_clear()
 
 
 def _fastest(key: str, ways: Ways[T]) -> T:
     """The result of the way that was fastest when sizes like these were first seen."""
+    asked = (key, *ways)
+    if asked in _best:
+        return ways[_best[asked]]()
     _load()
     known = {name: cost for name, cost in _costs.get(key, {}).items() if name in ways}
     if not known:
@@ -284,8 +335,8 @@ def _fastest(key: str, ways: Ways[T]) -> T:
             return ways[_unmeasured(ways)]()
         known = _costs[key] = _measure(ways)
         _save()
-    _best[key] = min(known, key=known.__getitem__)
-    return ways[_best[key]]()
+    _best[asked] = min(known, key=known.__getitem__)
+    return ways[_best[asked]]()
 
 
 def _unmeasured(ways: Ways[T]) -> str:
@@ -323,10 +374,6 @@ def _too_large() -> tuple[type[Exception], ...]:
     )
 
     return (OutOfResources, torch.cuda.OutOfMemoryError)
-
-
-def _sizes(activations: Tensor, backprops: Tensor) -> tuple[int, int, int, int]:
-    return (*activations.shape, backprops.shape[2])  # type: ignore[return-value]
 
 
 def _operations(algorithm: str, batch: int, tokens: int, d: int, p: int) -> int:

@@ -17,14 +17,18 @@ from opacus.core.kernels.weighted_sum import triton_works
 
 def can_fuse(tensor: Tensor, generator: torch.Generator | None) -> bool:
     """Whether :func:`add_gaussian` takes this tensor, with this source of randomness."""
-    same_device = generator is None or generator.device == tensor.device
     return (
         tensor.is_cuda
-        and same_device
         and tensor.is_contiguous()
+        and (generator is None or _draws_on(generator.device, tensor.device))
         and is_usable(tensor)
         and triton_works()
     )
+
+
+def _draws_on(source: torch.device, device: torch.device) -> bool:
+    """Whether a generator of ``source`` draws on ``device``; it may not say which GPU it is of."""
+    return source.type == device.type and source.index in (None, device.index)
 
 
 def add_gaussian(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from opacus.core.kernels import operands
+from opacus.core.kernels.launch import Variant
 from opacus.core.kernels.triton_host import TYPES, row_of
 
 BLOCK = 2048
@@ -81,25 +83,41 @@ def launch(std: float, sources: Sequence[Tensor], targets: Sequence[Tensor], key
         targets: Of the same sizes, contiguous, one dtype; may be the sources.
         key: int64 ``[1]`` on the device, another one for each launch.
     """
-    rows, programs = [], 0
+    rows: list[int] = []
+    programs, every = 0, 0
     for source, target in zip(sources, targets, strict=True):
-        if source.numel():
-            rows.append((programs, source.data_ptr(), target.data_ptr(), source.numel()))
-            programs += operands.parts(source.numel(), BLOCK * LOOPS)
+        size = source.numel()
+        if size:
+            own = (programs, source.data_ptr(), target.data_ptr(), size)
+            rows += own
+            # Bits that any of the addresses, or twice any of the sizes, has.
+            every |= own[1] | own[2] | 2 * size
+            programs -= -size // (BLOCK * LOOPS)
     if not rows:
         return
-    _kernel[(programs,)](
-        operands.upload(itertools.chain.from_iterable(rows), key.device),
+    count = len(rows) // COLUMNS
+    types = sources[0].dtype, targets[0].dtype
+    whole = 8 if every % operands.ALIGNMENT == 0 else 1
+    _variant(operands.power_of_two(count), *types, whole)(
+        (programs,),
+        operands.upload(rows, key.device),
         key,
-        std,
-        len(rows),
-        COUNT=triton.next_power_of_2(len(rows)),
-        SOURCE=TYPES[sources[0].dtype],
-        TARGET=TYPES[targets[0].dtype],
+        float(std),
+        count,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(count: int, source: torch.dtype, target: torch.dtype, whole: int) -> Variant:
+    return Variant(
+        _kernel,
+        COUNT=count,
+        SOURCE=TYPES[source],
+        TARGET=TYPES[target],
         BLOCK=BLOCK,
         LOOPS=LOOPS,
         COLUMNS=COLUMNS,
         FAST=not operands.interpreted(),
-        WHOLE=8 if all(n % 8 == 0 and s % 16 == t % 16 == 0 for _, s, t, n in rows) else 1,
+        WHOLE=whole,
         num_warps=8,
     )

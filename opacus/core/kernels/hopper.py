@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-not
 )
 
 from opacus.core.kernels import operands, reference
+from opacus.core.kernels.launch import Variant, describe
 from opacus.core.kernels.operands import Tile
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ def width_norm_sq(a: Tensor, g: Tensor, tile: Tile = WIDTH_TILES[0]) -> Tensor:
     m_tiles, n_tiles = operands.parts(d, tile.m), operands.parts(g.shape[2], tile.n)
     total = batch * m_tiles * n_tiles
     partial = operands.blank((batch, m_tiles * n_tiles * 2), a.device)
-    _width_kernel[(min(total, operands.multiprocessors(a.device)),)](
+    _width_variant(tile)(
+        (min(total, operands.multiprocessors(a.device)),),
         _descriptor(a, tile.k, tile.m // 2),
         _descriptor(g, tile.k, tile.n),
         partial,
@@ -179,6 +181,14 @@ def width_norm_sq(a: Tensor, g: Tensor, tile: Tile = WIDTH_TILES[0]) -> Tensor:
         total,
         m_tiles,
         n_tiles,
+    )
+    return partial.sum(1)
+
+
+@functools.cache
+def _width_variant(tile: Tile) -> Variant:
+    return Variant(
+        _width_kernel,
         M=tile.m,
         N=tile.n,
         K=tile.k,
@@ -186,7 +196,6 @@ def width_norm_sq(a: Tensor, g: Tensor, tile: Tile = WIDTH_TILES[0]) -> Tensor:
         GROUP=tile.group,
         num_warps=4,
     )
-    return partial.sum(1)
 
 
 # --- input_length: tiles of A A^T and G G^T ---
@@ -336,7 +345,8 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
     tiles = operands.parts(tokens, tile.m)
     pairs = tiles * (tiles + 1) // 2
     partial = operands.blank((batch, pairs), a.device)
-    _gram_kernel[(min(batch * pairs, operands.multiprocessors(a.device)),)](
+    _gram_variant(tile)(
+        (min(batch * pairs, operands.multiprocessors(a.device)),),
         _descriptor(a, tile.m, tile.k),
         _descriptor(g, tile.m, tile.k),
         partial,
@@ -345,6 +355,14 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         batch * pairs,
         pairs,
         tiles,
+    )
+    return partial.sum(1).clamp_(min=0)
+
+
+@functools.cache
+def _gram_variant(tile: Tile) -> Variant:
+    return Variant(
+        _gram_kernel,
         M=tile.m,
         K=tile.k,
         STAGES=tile.stages,
@@ -352,14 +370,12 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         WARPS=tile.warps,
         num_warps=tile.warps,
     )
-    return partial.sum(1).clamp_(min=0)
 
 
 def _descriptor(tensor: Tensor, tokens: int, features: int) -> TensorDescriptor:
     """For the copy engine: blocks of so many tokens and features of one sample."""
-    block = [1, tokens, features]
     layout = _shared_layout(tokens, features, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+    return describe(TensorDescriptor, tensor, (1, tokens, features), layout)
 
 
 @functools.cache

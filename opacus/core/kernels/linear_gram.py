@@ -9,8 +9,11 @@ values, say) share its Gram matrix. Letters: B samples, T tokens, d and p featur
 
 from __future__ import annotations
 
+import array
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -18,8 +21,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from opacus.core.kernels import operands
-from opacus.core.kernels.operands import Tile, check_mask, check_pair
-from opacus.core.kernels.triton_host import TYPES, descriptor, has_specialised, own_rows
+from opacus.core.kernels.launch import Variant
+from opacus.core.kernels.operands import Group, Tile, check_mask, check_pair
+from opacus.core.kernels.triton_host import (
+    TYPES,
+    address,
+    descriptor,
+    has_specialised,
+    number,
+    own_rows,
+)
 
 # For tensors that the copy engine can read.
 TILES = (
@@ -54,14 +65,7 @@ def _pair(slot, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weigh(  # type: ignore[no-untyped-def]
-    product,
-    weights,
-    stride,
-    rows,
-    columns,
-    tokens,
-):
+def _weigh(product, weights, stride, rows, columns, tokens):  # type: ignore[no-untyped-def]
     """Multiply by the weights of both tokens; what is masked may be NaN."""
     left = tl.load(weights + rows.to(tl.int64) * stride, mask=rows < tokens, other=0)
     right = tl.load(weights + columns.to(tl.int64) * stride, mask=columns < tokens, other=0)
@@ -146,19 +150,10 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _table_gram(  # type: ignore[no-untyped-def]
-    base,
-    stride_t,
-    stride_f,
-    rows,
-    columns,
-    tokens,
-    features,
-    WHOLE: tl.constexpr,
-    SIDE: tl.constexpr,
-    K: tl.constexpr,
-    STAGES: tl.constexpr,
+    base, stride_t, stride_f, rows, columns, tokens, features,
+    WHOLE: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
-):
+):  # fmt: skip
     """``[SIDE, SIDE]`` tile of a Gram matrix of a tensor of any strides."""
     gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     places = tl.arange(0, K)
@@ -185,21 +180,6 @@ def _table_gram(  # type: ignore[no-untyped-def]
     return gram
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _number(row, column: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An int64 of the table, known to be a multiple of ``WHOLE``."""
-    return tl.multiple_of(tl.load(row + column), WHOLE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _address(place, TYPE: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer from the table, known to be aligned to 16 bytes if ``WHOLE > 1``."""
-    pointer = tl.load(place).to(tl.pointer_type(TYPE))
-    if WHOLE > 1:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
 @triton.jit(do_not_specialize=["samples", "slots", "inputs"])  # type: ignore[untyped-decorator]
 def _table_kernel(  # type: ignore[no-untyped-def]
     table,
@@ -222,16 +202,16 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     sample = (tl.program_id(0) // slots).to(tl.int64)
     slot = tl.program_id(0) % slots
     entry = table + tl.program_id(1).to(tl.int64) * INPUT_COLUMNS
-    a = _address(entry, TYPE, WHOLE)
+    a = address(entry, TYPE, WHOLE)
     tokens = tl.load(entry + 3).to(tl.int32)
     row, column = _pair(slot, GROUP)
     used = (sample < tl.load(entry + 2)) & (row <= column) & (column < tl.cdiv(tokens, SIDE))
     tokens = tl.where(used, tokens, 0)
     rows, columns = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE)
     d = tl.multiple_of(tl.where(used, tl.load(entry + 4).to(tl.int32), 0), WHOLE)
-    a += sample * _number(entry, 5, WHOLE)
+    a += sample * number(entry, 5, WHOLE)
     gram = _table_gram(
-        a, _number(entry, 6, WHOLE), tl.load(entry + 7), rows, columns, tokens, d,
+        a, number(entry, 6, WHOLE), tl.load(entry + 7), rows, columns, tokens, d,
         WHOLE, SIDE, K, STAGES, WIDEN,
     )  # fmt: skip
     gram *= tl.where(row == column, 1.0, 2.0)
@@ -239,11 +219,11 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     for index in range(count):
         place = first + index
         output = table + inputs.to(tl.int64) * INPUT_COLUMNS + place * OUTPUT_COLUMNS
-        g = _address(output, TYPE, WHOLE)
+        g = address(output, TYPE, WHOLE)
         p = tl.multiple_of(tl.where(used, tl.load(output + 1).to(tl.int32), 0), WHOLE)
-        g += sample * _number(output, 2, WHOLE)
+        g += sample * number(output, 2, WHOLE)
         product = gram * _table_gram(
-            g, _number(output, 3, WHOLE), tl.load(output + 4), rows, columns, tokens, p,
+            g, number(output, 3, WHOLE), tl.load(output + 4), rows, columns, tokens, p,
             WHOLE, SIDE, K, STAGES, WIDEN,
         )  # fmt: skip
         if MASK is not None:
@@ -310,8 +290,13 @@ def shared_norm_sq(
     if not fast or a.numel() == 0 or any(g.numel() == 0 for g in gs):
         masks = None if mask is None else [mask] * len(gs)
         return grouped_norm_sq([(x, g) for x, g in pairs], masks, tile=tile)
-    weights = check_mask(mask, gs[0])
-    tile = tile or tiles(a.device)[0]
+    return tma_norm_sq(a, gs, check_mask(mask, gs[0]), tile or tiles(a.device)[0])
+
+
+def tma_norm_sq(
+    a: Tensor, gs: Sequence[Tensor], weights: Tensor | None, tile: Tile
+) -> list[Tensor]:
+    """:func:`shared_norm_sq` of what :func:`operands.takes_tma` takes and what is not empty."""
     if tile.specialised:
         if weights is None and len(gs) == 1:
             from opacus.core.kernels import hopper
@@ -324,13 +309,16 @@ def shared_norm_sq(
     return norms
 
 
-def _launch_tma(a: Tensor, gs: list[Tensor], weights: Tensor | None, tile: Tile) -> list[Tensor]:
+def _launch_tma(
+    a: Tensor, gs: Sequence[Tensor], weights: Tensor | None, tile: Tile
+) -> list[Tensor]:
     batch, tokens, d = a.shape
     side = min(tile.m, operands.power_of_two(tokens, 64))
     group, slots = _slots(tokens, side, tile.group)
     partial = operands.blank((len(gs), batch, slots), a.device)
-    three = gs + [gs[0]] * (MOST_SHARED - len(gs))
-    _tma_kernel[(slots, batch)](
+    three = [*gs, *[gs[0]] * (MOST_SHARED - len(gs))]
+    _tma_variant(len(gs), weights is not None, side, group, tile)(
+        (slots, batch),
         descriptor(a, side, tile.k),
         *(descriptor(g, side, tile.k) for g in three),
         partial if weights is None else weights,
@@ -338,9 +326,17 @@ def _launch_tma(a: Tensor, gs: list[Tensor], weights: Tensor | None, tile: Tile)
         tokens,
         d,
         *(g.shape[2] for g in three),
-        *((0, 0) if weights is None else weights.stride()),
-        COUNT=len(gs),
-        MASK=weights is not None,
+        *(operands.NO_STRIDES if weights is None else weights.stride()),
+    )
+    return list(_total(partial).unbind(0))
+
+
+@functools.lru_cache(maxsize=256)
+def _tma_variant(count: int, mask: bool, side: int, group: int, tile: Tile) -> Variant:
+    return Variant(
+        _tma_kernel,
+        COUNT=count,
+        MASK=mask,
         SIDE=side,
         K=tile.k,
         GROUP=group,
@@ -348,7 +344,6 @@ def _launch_tma(a: Tensor, gs: list[Tensor], weights: Tensor | None, tile: Tile)
         WIDEN=operands.interpreted(),
         num_warps=tile.warps if side > 64 else min(4, tile.warps),
     )
-    return list(_total(partial).unbind(0))
 
 
 def grouped_norm_sq(
@@ -371,29 +366,114 @@ def grouped_norm_sq(
     Raises:
         ValueError: Different dtypes or devices.
     """
-    pairs = [check_pair(a, g) for a, g in pairs]
     if not pairs:
         return []
-    first, kept = pairs[0][1], operands.check_group(pairs, masks)
-    samples, tokens = (max(g.shape[i] for _, g in pairs) for i in (0, 1))
-    if samples == 0:
-        return [operands.blank((0,), first.device) for _ in pairs]
-    tile = tile or (TILE_WIDE if first.dtype == torch.float32 else TILE_HALF)
+    return group_norm_sq(operands.checked_group(pairs, masks), tile=tile)
+
+
+def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
+    """:func:`grouped_norm_sq` of layers that have been looked at."""
+    first = group.tensors[0]
+    places = operands.addresses(group.tensors)
+    masks = operands.addresses(group.masks) if group.masks else None
+    starts = _starts(group, places, masks)
+    plan = _plan(group.shapes, group.strides, group.mask_strides, starts, first.dtype, tile)
+    if plan.samples == 0:
+        return [operands.blank((0,), first.device) for _ in plan.sizes]
+    table, end = plan.table[:], len(starts) * INPUT_COLUMNS
+    table[0:end:INPUT_COLUMNS] = array.array("q", [places[2 * i] for i in starts])
+    if masks is not None:
+        table[1:end:INPUT_COLUMNS] = array.array("q", [masks[i] for i in starts])
+    table[end::OUTPUT_COLUMNS] = places[1::2]
+    partial = operands.blank((len(plan.sizes), plan.samples, plan.slots), first.device)
+    whole = plan.whole if operands.all_aligned(places) else 1
+    _table_variant(first.dtype, group.mask_dtype, whole, plan.side, plan.group, plan.tile)(
+        (plan.samples * plan.slots, len(starts)),
+        operands.upload(table, first.device),
+        partial,
+        plan.samples,
+        plan.slots,
+        len(starts),
+    )
+    return own_rows(_total(partial), plan.sizes)
+
+
+def _starts(group: Group, places: Sequence[int], masks: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers whose activations or mask differ from those of the layer before."""
+    starts = [0]
+    shapes, strides, mask_strides = group.shapes, group.strides, group.mask_strides
+    for i in range(2, len(places), 2):
+        if (
+            places[i] != places[i - 2]
+            or shapes[i] != shapes[i - 2]
+            or strides[i] != strides[i - 2]
+            or (masks is not None and masks[i // 2] != masks[i // 2 - 1])
+            or (masks is not None and mask_strides[i // 2] != mask_strides[i // 2 - 1])
+        ):
+            starts.append(i // 2)
+    return tuple(starts)
+
+
+class _Plan(NamedTuple):
+    """What a launch for layers of these shapes depends on.
+
+    Attributes:
+        tile: Variant of the kernel.
+        side: Side of a tile of a Gram matrix.
+        group: See :func:`_slots`.
+        slots: See :func:`_slots`.
+        samples: Most samples of a layer.
+        whole: What sizes and strides are multiples of, where rows are aligned; or 1.
+        table: Rows for the kernel, without addresses: inputs, then backprops.
+        sizes: Samples of each layer.
+    """
+
+    tile: Tile
+    side: int
+    group: int
+    slots: int
+    samples: int
+    whole: int
+    table: array.array[int]
+    sizes: list[int]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    mask_strides: tuple[tuple[int, ...], ...],
+    starts: tuple[int, ...],
+    dtype: torch.dtype,
+    tile: Tile | None,
+) -> _Plan:
+    """``starts``: layers with an input of their own; others share that of the layer before."""
+    operands.check_shapes(shapes)
+    tile = tile or (TILE_WIDE if dtype == torch.float32 else TILE_HALF)
+    tokens, sizes = max(shape[1] for shape in shapes), [shape[0] for shape in shapes[::2]]
     side = min(tile.m, operands.power_of_two(tokens, 16))
     group, slots = _slots(tokens, side, tile.group)
-    inputs, outputs = _rows(pairs, kept)
-    aligned = operands.is_aligned(*(t for pair in pairs for t in pair))
-    partial = operands.blank((len(pairs), samples, slots), first.device)
-    flat = itertools.chain.from_iterable((*inputs, *outputs))
-    _table_kernel[(samples * slots, len(inputs))](
-        operands.upload(flat, first.device),
-        partial,
-        samples,
-        slots,
-        len(inputs),
-        TYPE=TYPES[first.dtype],
-        MASK=None if kept[0] is None else TYPES[kept[0].dtype],
-        WHOLE=operands.ALIGNMENT // first.element_size() if aligned else 1,
+    rows: list[tuple[int, ...]] = []
+    for start, stop in zip(starts, (*starts[1:], len(shapes) // 2), strict=True):
+        mask = mask_strides[start % len(mask_strides)]
+        rows.append((0, 0, *shapes[2 * start], *strides[2 * start], *mask, start, stop - start))
+    backprops = zip(shapes[1::2], strides[1::2], strict=True)
+    rows += [(0, shape[2], *own) for shape, own in backprops]
+    table = array.array("q", itertools.chain.from_iterable(rows))
+    aligned = operands.have_aligned_rows(shapes, strides, dtype)
+    whole = operands.ALIGNMENT // dtype.itemsize if aligned else 1
+    return _Plan(tile, side, group, slots, max(sizes), whole, table, sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_variant(
+    dtype: torch.dtype, weights: torch.dtype | None, whole: int, side: int, group: int, tile: Tile
+) -> Variant:
+    return Variant(
+        _table_kernel,
+        TYPE=TYPES[dtype],
+        MASK=None if weights is None else TYPES[weights],
+        WHOLE=whole,
         INPUT_COLUMNS=INPUT_COLUMNS,
         OUTPUT_COLUMNS=OUTPUT_COLUMNS,
         SIDE=side,
@@ -403,7 +483,6 @@ def grouped_norm_sq(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps if side > 32 else min(4, tile.warps),
     )
-    return own_rows(_total(partial), pairs)
 
 
 def _total(partial: Tensor) -> Tensor:
@@ -411,26 +490,10 @@ def _total(partial: Tensor) -> Tensor:
     return partial.sum(-1).clamp_(min=0)
 
 
+@functools.lru_cache(maxsize=4096)
 def _slots(tokens: int, side: int, most: int) -> tuple[int, int]:
     """Side of the squares of tiles that run together, and programs for a sample."""
     tiles = max(1, operands.parts(tokens, side))
     group = min(most, operands.power_of_two(tiles))
     squares = operands.parts(tiles, group)
     return group, squares * (squares + 1) // 2 * group * group
-
-
-def _rows(
-    pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor | None]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Descriptions of the distinct inputs, and of all backprops."""
-    inputs: list[tuple[int, ...]] = []
-    outputs = []
-    for place, ((a, g), mask) in enumerate(zip(pairs, masks, strict=True)):
-        weights, strides = (0, (0, 0)) if mask is None else (mask.data_ptr(), mask.stride())
-        own = (a.data_ptr(), weights, *a.shape, *a.stride(), *strides)
-        if inputs and inputs[-1][:10] == own:
-            inputs[-1] = (*own, inputs[-1][10], inputs[-1][11] + 1)
-        else:
-            inputs.append((*own, place, 1))
-        outputs.append((g.data_ptr(), g.shape[2], *g.stride()))
-    return inputs, outputs

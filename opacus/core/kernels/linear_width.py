@@ -8,8 +8,11 @@ memory is one number for each tile. Letters: B samples, T tokens, d and p featur
 
 from __future__ import annotations
 
+import array
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -17,8 +20,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from opacus.core.kernels import operands
-from opacus.core.kernels.operands import Tile, check_pair
-from opacus.core.kernels.triton_host import TYPES, descriptor, has_specialised, own_rows
+from opacus.core.kernels.launch import Variant
+from opacus.core.kernels.operands import Group, Tile, check_pair
+from opacus.core.kernels.triton_host import (
+    TYPES,
+    address,
+    descriptor,
+    has_specialised,
+    number,
+    own_rows,
+)
 
 # For tensors that the copy engine can read. Several, because the best one depends on how
 # many tiles there are; see opacus.core.kernels.choice.
@@ -89,21 +100,6 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
             step = 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _number(row, column: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An int64 of the table, known to be a multiple of ``WHOLE``."""
-    return tl.multiple_of(tl.load(row + column), WHOLE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _address(place, TYPE: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer from the table, known to be aligned to 16 bytes if ``WHOLE > 1``."""
-    pointer = tl.load(place).to(tl.pointer_type(TYPE))
-    if WHOLE > 1:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
 @triton.jit(do_not_specialize=["samples", "slots"])  # type: ignore[untyped-decorator]
 def _table_kernel(  # type: ignore[no-untyped-def]
     table,
@@ -130,8 +126,8 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     sample = (tl.program_id(0) // slots).to(tl.int64)
     tile = tl.program_id(0) % slots
     row = table + problem * COLUMNS
-    a = _address(row, TYPE, WHOLE)
-    g = _address(row + 1, TYPE, WHOLE)
+    a = address(row, TYPE, WHOLE)
+    g = address(row + 1, TYPE, WHOLE)
     batch = tl.load(row + 3)
     tokens = tl.load(row + 4).to(tl.int32)
     d = tl.multiple_of(tl.load(row + 5).to(tl.int32), WHOLE)
@@ -142,9 +138,9 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     m, n = _place(tile, m_tiles, n_tiles, GROUP)
     a_cols, g_cols = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
     places = tl.arange(0, K)
-    a_next, g_next = _number(row, 8, WHOLE), _number(row, 11, WHOLE)
-    a += sample * _number(row, 7, WHOLE)
-    g += sample * _number(row, 10, WHOLE)
+    a_next, g_next = number(row, 8, WHOLE), number(row, 11, WHOLE)
+    a += sample * number(row, 7, WHOLE)
+    g += sample * number(row, 10, WHOLE)
     if WHOLE > 1:
         a_ptrs = a + places[:, None] * a_next + a_cols[None, :]
         g_ptrs = g + places[:, None] * g_next + g_cols[None, :]
@@ -206,9 +202,13 @@ def norm_sq(
     fast = mask is None and operands.takes_tma(a, g) and (tile is None or tile.tma)
     if not fast or a.numel() == 0 or g.numel() == 0:
         return grouped_norm_sq([(a, g)], None if mask is None else [mask], tile=tile)[0]
+    return tma_norm_sq(a, g, tile or tiles(g.device)[0])
+
+
+def tma_norm_sq(a: Tensor, g: Tensor, tile: Tile) -> Tensor:
+    """:func:`norm_sq` of tensors that :func:`operands.takes_tma` takes and that are not empty."""
     a, g = _wide_first(a, g)
     d, p = a.shape[2], g.shape[2]
-    tile = tile or tiles(g.device)[0]
     if tile.specialised:
         from opacus.core.kernels import hopper
 
@@ -218,7 +218,8 @@ def norm_sq(
     m_tiles, n_tiles = operands.parts(d, tile.m), operands.parts(p, tile.n)
     samples = _samples(m_tiles * n_tiles, batch, operands.multiprocessors(g.device))
     partial = operands.blank((batch, m_tiles * n_tiles), g.device)
-    _tma_kernel[(m_tiles * n_tiles, operands.parts(batch, samples))](
+    _tma_variant(tile)(
+        (m_tiles * n_tiles, operands.parts(batch, samples)),
         descriptor(a, tile.k, tile.m),
         descriptor(g, tile.k, tile.n),
         partial,
@@ -227,6 +228,14 @@ def norm_sq(
         samples,
         m_tiles,
         n_tiles,
+    )
+    return partial.sum(1)
+
+
+@functools.lru_cache(maxsize=256)
+def _tma_variant(tile: Tile) -> Variant:
+    return Variant(
+        _tma_kernel,
         M=tile.m,
         N=tile.n,
         K=tile.k,
@@ -235,7 +244,6 @@ def norm_sq(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps,
     )
-    return partial.sum(1)
 
 
 def grouped_norm_sq(
@@ -257,28 +265,97 @@ def grouped_norm_sq(
     Raises:
         ValueError: Different dtypes or devices.
     """
-    pairs = [_wide_first(*check_pair(a, g)) for a, g in pairs]
     if not pairs:
         return []
-    first, kept = pairs[0][1], operands.check_group(pairs, masks)
-    samples = max(len(g) for _, g in pairs)
-    if samples == 0:
-        return [operands.blank((0,), first.device) for _ in pairs]
-    tile = _table_tile(pairs, kept[0], tile)
-    slots = max(
-        operands.parts(a.shape[2], tile.m) * operands.parts(g.shape[2], tile.n) for a, g in pairs
-    )
-    partial = operands.blank((len(pairs), samples, max(1, slots)), first.device)
-    aligned = operands.is_aligned(*(t for pair in pairs for t in pair))
-    table = itertools.chain.from_iterable(map(_row, *zip(*pairs, strict=True), kept))
-    _table_kernel[(samples * max(1, slots), len(pairs))](
+    return group_norm_sq(operands.checked_group(pairs, masks), tile=tile)
+
+
+def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
+    """:func:`grouped_norm_sq` of layers that have been looked at."""
+    first, weights = group.tensors[0], group.mask_dtype
+    known = (group.shapes, group.strides, group.mask_strides)
+    plan = _plan(*known, first.dtype, weights, tile)
+    layers = len(plan.sizes)
+    if plan.samples == 0:
+        return [operands.blank((0,), first.device) for _ in plan.sizes]
+    table, places = plan.table[:], operands.addresses(group.tensors)
+    table[0::COLUMNS] = array.array("q", [places[i] for i in plan.wide])
+    table[1::COLUMNS] = array.array("q", [places[i ^ 1] for i in plan.wide])
+    if group.masks:
+        table[2::COLUMNS] = operands.addresses(group.masks)
+    partial = operands.blank((layers, plan.samples, plan.slots), first.device)
+    whole = plan.whole if operands.all_aligned(places) else 1
+    _table_variant(first.dtype, weights, whole, plan.tile)(
+        (plan.samples * plan.slots, layers),
         operands.upload(table, first.device),
         partial,
-        samples,
-        max(1, slots),
-        TYPE=TYPES[first.dtype],
-        MASK=None if kept[0] is None else TYPES[kept[0].dtype],
-        WHOLE=operands.ALIGNMENT // first.element_size() if aligned else 1,
+        plan.samples,
+        plan.slots,
+    )
+    return own_rows(partial.sum(2), plan.sizes)
+
+
+class _Plan(NamedTuple):
+    """What a launch for layers of these shapes depends on.
+
+    Attributes:
+        tile: Variant of the kernel.
+        samples: Most samples of a layer.
+        slots: Most tiles of a sample.
+        whole: What sizes and strides are multiples of, where rows are aligned; or 1.
+        wide: Where the wider tensor of each pair is, with two places for each pair.
+        table: Rows for the kernel, without addresses.
+        sizes: Samples of each layer.
+    """
+
+    tile: Tile
+    samples: int
+    slots: int
+    whole: int
+    wide: list[int]
+    table: array.array[int]
+    sizes: list[int]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    mask_strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    weights: torch.dtype | None,
+    tile: Tile | None,
+) -> _Plan:
+    operands.check_shapes(shapes)
+    rows, wide, features = [], [], []
+    masks = itertools.cycle(mask_strides)
+    for place, mask in zip(range(0, len(shapes), 2), masks, strict=False):
+        # Narrow layers have their few columns last: see _wide_first.
+        first = place + (shapes[place + 1][2] > shapes[place][2])
+        (batch, tokens, m), n = shapes[first], shapes[first ^ 1][2]
+        wide.append(first)
+        features.append((m, n))
+        rows.append((0, 0, 0, batch, tokens, m, n, *strides[first], *strides[first ^ 1], *mask))
+    if tile is None:
+        tile = TILE_WIDE if torch.float32 in (dtype, weights) else TILE_HALF
+    tile = tile.fitted(max(m for m, _ in features), max(n for _, n in features))
+    slots = max(operands.parts(m, tile.m) * operands.parts(n, tile.n) for m, n in features)
+    sizes = [shape[0] for shape in shapes[::2]]
+    aligned = operands.have_aligned_rows(shapes, strides, dtype)
+    whole = operands.ALIGNMENT // dtype.itemsize if aligned else 1
+    table = array.array("q", itertools.chain.from_iterable(rows))
+    return _Plan(tile, max(sizes), max(1, slots), whole, wide, table, sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_variant(
+    dtype: torch.dtype, weights: torch.dtype | None, whole: int, tile: Tile
+) -> Variant:
+    return Variant(
+        _table_kernel,
+        TYPE=TYPES[dtype],
+        MASK=None if weights is None else TYPES[weights],
+        WHOLE=whole,
         COLUMNS=COLUMNS,
         M=tile.m,
         N=tile.n,
@@ -288,7 +365,6 @@ def grouped_norm_sq(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps,
     )
-    return own_rows(partial.sum(2), pairs)
 
 
 def _wide_first(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,22 +372,7 @@ def _wide_first(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return (g, a) if g.shape[2] > a.shape[2] else (a, g)
 
 
-def _table_tile(
-    pairs: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None, tile: Tile | None
-) -> Tile:
-    wide = pairs[0][1].dtype == torch.float32 or (mask is not None and mask.is_floating_point())
-    tile = tile or (TILE_WIDE if wide else TILE_HALF)
-    fitted = tile.fitted(max(a.shape[2] for a, _ in pairs), max(g.shape[2] for _, g in pairs))
-    return fitted
-
-
-def _row(a: Tensor, g: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    place, strides = (0, (0, 0)) if mask is None else (mask.data_ptr(), mask.stride())
-    batch, tokens, d = a.shape
-    sizes = (batch, tokens, d, g.shape[2])
-    return (a.data_ptr(), g.data_ptr(), place, *sizes, *a.stride(), *g.stride(), *strides)
-
-
+@functools.lru_cache(maxsize=4096)
 def _samples(tiles: int, batch: int, programs: int) -> int:
     """Samples that one program handles in turn: as many as keep all multiprocessors busy."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import array
 import functools
+import itertools
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,8 @@ HALF = (torch.float16, torch.bfloat16)
 SUPPORTED = (*HALF, torch.float32)
 # Bytes to which the copy engine (TMA) and 16-byte loads need addresses and strides aligned.
 ALIGNMENT = 16
+# Of a mask that is not there.
+NO_STRIDES = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,21 @@ class Tile:
 
     def fitted(self, m: int, n: int) -> Tile:
         """No larger than needed for a product of ``m`` by ``n``."""
-        rows, columns = min(self.m, power_of_two(m, 64)), min(self.n, power_of_two(n, 16))
+        return _fitted(self, power_of_two(m, 64), power_of_two(n, 16))
+
+    def _fit(self, m: int, n: int) -> Tile:
+        rows, columns = min(self.m, m), min(self.n, n)
         small = rows * columns <= 64 * 64
         return replace(self, m=rows, n=columns, warps=min(self.warps, 4) if small else self.warps)
 
     def __str__(self) -> str:
         way = "specialised" if self.specialised else "tma" if self.tma else "pointers"
         return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} g{self.group} {way}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitted(tile: Tile, m: int, n: int) -> Tile:
+    return tile._fit(m, n)
 
 
 def power_of_two(size: int, least: int = 1) -> int:
@@ -81,10 +94,7 @@ def check_pair(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
     """
     a, g = activations, backprops
     if not _is_pair(a.shape, g.shape):
-        raise ValueError(
-            "activations must be [B, T, d] and backprops [B, T, p], got "
-            f"{list(a.shape)} and {list(g.shape)}"
-        )
+        raise _not_a_pair(a.shape, g.shape)
     if a.device != g.device:
         raise ValueError(f"activations are on {a.device}, backprops on {g.device}")
     if a.dtype != g.dtype:
@@ -98,6 +108,12 @@ def check_pair(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=4096)
 def _is_pair(a: torch.Size, g: torch.Size) -> bool:
     return len(a) == len(g) == 3 and a[:2] == g[:2]
+
+
+def _not_a_pair(a: torch.Size, g: torch.Size) -> ValueError:
+    return ValueError(
+        f"activations must be [B, T, d] and backprops [B, T, p], got {list(a)} and {list(g)}"
+    )
 
 
 def check_dtype(tensor: Tensor) -> None:
@@ -125,30 +141,97 @@ def check_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask.float()
 
 
-def check_group(
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+
+
+class Group(NamedTuple):
+    """Layers that one launch takes: of one dtype, on one device.
+
+    Attributes:
+        tensors: Activations and backprops of each layer in turn.
+        masks: A checked mask for each layer, of one kind.
+        shapes: Of each tensor; checked by the kernels' plans, which know those of the last step.
+        strides: Of each tensor.
+        mask_strides: Of each mask, one pair for all where there are none.
+    """
+
+    tensors: list[Tensor]
+    masks: list[Tensor] | None
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    mask_strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def mask_dtype(self) -> torch.dtype | None:
+        """uint8 for bool masks, fp32 for weights, ``None`` without masks."""
+        return self.masks[0].dtype if self.masks else None
+
+
+def group_of(
     pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor] | None
-) -> list[Tensor | None]:
-    """Checked pairs of several layers that one launch is to take; their masks, checked.
+) -> Group | None:
+    """Pairs ``[B, T, d]`` and ``[B, T, p]`` as a group, ``None`` where dtypes or devices differ.
 
     Raises:
-        ValueError: Different dtypes or devices, or masks of different kinds.
+        ValueError: Masks of different kinds.
     """
-    first = pairs[0][1]
-    if any(g.dtype != first.dtype or g.device != first.device for _, g in pairs):
-        raise ValueError("all layers of one launch must have the same dtype and device")
-    given: Sequence[Tensor | None] = masks or [None] * len(pairs)
-    kept = [check_mask(m, g) for m, (_, g) in zip(given, pairs, strict=True)]
-    if len({None if m is None else m.dtype for m in kept}) > 1:
+    # No loop of its own for each tensor: this is done for hundreds of layers in each step.
+    tensors = list(itertools.chain.from_iterable(pairs))
+    if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(Tensor.get_device, tensors))) > 1:
+        return None
+    shapes, strides = tuple(map(_SHAPE, tensors)), tuple(map(Tensor.stride, tensors))
+    if not masks:
+        return Group(tensors, None, shapes, strides, (NO_STRIDES,))
+    checked = [check_mask(m, g) for m, (_, g) in zip(masks, pairs, strict=True)]
+    kept = [mask for mask in checked if mask is not None]
+    if len(set(map(_DTYPE, kept))) != 1 or len(kept) < len(checked):
         raise ValueError("masks must be all bool or all weights, one for each layer")
-    return kept
+    return Group(tensors, kept, shapes, strides, tuple(map(Tensor.stride, kept)))
 
 
-def is_aligned(*tensors: Tensor) -> bool:
-    """Whether rows are contiguous and start at multiples of 16 bytes."""
-    return all(
-        t.data_ptr() % ALIGNMENT == 0 and _has_aligned_rows(t.shape, t.stride(), t.dtype)
-        for t in tensors
-    )
+def checked_group(pairs: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Tensor] | None) -> Group:
+    """:func:`group_of`; both tensors of a pair get the wider dtype of theirs.
+
+    Raises:
+        ValueError: Layers of different dtypes or devices, or masks of different kinds.
+        TypeError: A dtype that the kernels do not know.
+    """
+    group = group_of(pairs, masks)
+    if group is None:
+        group = group_of([check_pair(a, g) for a, g in pairs], masks)
+    if group is None:
+        raise ValueError("all layers of one launch must have the same dtype and device")
+    check_dtype(group.tensors[0])
+    return group
+
+
+def check_shapes(shapes: Sequence[torch.Size]) -> None:
+    """Refuse pairs that are not ``[B, T, d]`` and ``[B, T, p]``.
+
+    Raises:
+        ValueError: Names the shapes.
+    """
+    for a, g in zip(shapes[::2], shapes[1::2], strict=True):
+        if not _is_pair(a, g):
+            raise _not_a_pair(a, g)
+
+
+def have_aligned_rows(
+    shapes: Sequence[torch.Size], strides: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> bool:
+    """Whether rows are contiguous and all lie at multiples of 16 bytes if the first one does."""
+    pairs = zip(shapes, strides, strict=True)
+    return all(_has_aligned_rows(shape, own, dtype) for shape, own in pairs)
+
+
+def addresses(tensors: Iterable[Tensor]) -> array.array[int]:
+    """Where they begin in memory."""
+    return array.array("q", map(Tensor.data_ptr, tensors))
+
+
+def all_aligned(places: Iterable[int]) -> bool:
+    """Whether all addresses are multiples of 16 bytes."""
+    return functools.reduce(operator.or_, places, 0) % ALIGNMENT == 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,10 +243,19 @@ def _has_aligned_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.
 
 def takes_tma(*tensors: Tensor) -> bool:
     """Whether the copy engine can read these tensors, and is there."""
-    if any(t.dtype not in HALF or min(t.stride()) < 1 for t in tensors):
-        return False
-    there = interpreted() or (tensors[0].is_cuda and capability(tensors[0].device) >= 9)
-    return there and is_aligned(*tensors)
+    first = tensors[0]
+    there = capability(first.device) >= 9 if first.is_cuda else interpreted()
+    return there and all(_takes_tma(t) for t in tensors)
+
+
+def _takes_tma(tensor: Tensor) -> bool:
+    strides = tensor.stride()
+    return (
+        tensor.dtype in HALF
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and _has_aligned_rows(tensor.shape, strides, tensor.dtype)
+        and min(strides) >= 1
+    )
 
 
 @functools.cache
@@ -182,7 +274,9 @@ def multiprocessors(device: torch.device) -> int:
 
 def upload(numbers: Iterable[int], device: torch.device) -> Tensor:
     """The int64 numbers in a row on the device; nothing waits for it."""
-    table = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
+    if not isinstance(numbers, array.array):
+        numbers = array.array("q", numbers)
+    table = torch.frombuffer(numbers, dtype=torch.int64)
     if device.type != "cuda":
         return table
     return table.pin_memory().to(device, non_blocking=True)

@@ -45,7 +45,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`sum_of_squares` of many tensors ``[B, ...]``, in few launches."""
-    few = all(t.is_cuda and 0 < len(t) <= FEW_SAMPLES for t in tensors)
+    few = all(t.is_cuda and 0 < t.shape[0] <= FEW_SAMPLES for t in tensors)
     if not few or any(t.dtype == torch.float64 for t in tensors):
         return _squares(tensors)
     results: dict[int, Tensor] = {}
@@ -53,7 +53,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         rows = [row for i in places for row in tensors[i].unbind()]
         norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
-        parts = norms.split([len(tensors[i]) for i in places])
+        parts = norms.split([tensors[i].shape[0] for i in places])
         results |= dict(zip(places, parts, strict=True))
     return [results[i] for i in range(len(tensors))]
 

@@ -7,12 +7,15 @@ Backprops are read once. Letters: B samples, T tokens, d and p features, C parts
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 from opacus.core.kernels import operands
+from opacus.core.kernels.launch import Variant
 from opacus.core.kernels.operands import check_dtype, check_mask, check_pair
 
 # Features of a normalisation layer that one program holds.
@@ -148,20 +151,22 @@ def bias_norm_sq(backprops: Tensor, mask: Tensor | None = None) -> Tensor:
         return operands.blank((0,), backprops.device)
     blocks = max(1, operands.parts(p, COLUMNS))
     partial = operands.blank((batch, blocks), backprops.device)
-    _sum_kernel[(blocks, batch)](
+    _sum_variant(weights is not None)(
+        (blocks, batch),
         backprops,
         backprops if weights is None else weights,
         partial,
         tokens,
         p,
         *backprops.stride(),
-        *((0, 0) if weights is None else weights.stride()),
-        MASK=weights is not None,
-        TOKENS=TOKENS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
+        *(operands.NO_STRIDES if weights is None else weights.stride()),
     )
     return partial.sum(1)
+
+
+@functools.cache
+def _sum_variant(mask: bool) -> Variant:
+    return Variant(_sum_kernel, MASK=mask, TOKENS=TOKENS, COLUMNS=COLUMNS, num_warps=4)
 
 
 def affine_norm_sq(
@@ -207,7 +212,8 @@ def affine_norm_sq(
     share = max(rows, operands.parts(tokens, parts))
     parts = operands.parts(tokens, share)
     sums = operands.blank((kinds, batch, parts, d), g.device)
-    _affine_kernel[(parts, batch)](
+    _affine_variant(centre, bias, weights is not None, rows, features)(
+        (parts, batch),
         x,
         g,
         g if weights is None else weights,
@@ -215,16 +221,23 @@ def affine_norm_sq(
         tokens,
         share,
         d,
-        eps,
+        float(eps),
         *x.stride(),
         *g.stride(),
-        *((0, 0) if weights is None else weights.stride()),
+        *(operands.NO_STRIDES if weights is None else weights.stride()),
+    )
+    norms = bias_norm_sq(sums.view(kinds * batch, parts, d)).view(kinds, batch)
+    return norms[0], norms[1] if bias else None
+
+
+@functools.lru_cache(maxsize=256)
+def _affine_variant(centre: bool, bias: bool, mask: bool, rows: int, features: int) -> Variant:
+    return Variant(
+        _affine_kernel,
         CENTRE=centre,
         BIAS=bias,
-        MASK=weights is not None,
+        MASK=mask,
         ROWS=rows,
         FEATURES=features,
         num_warps=min(32, max(4, features * rows // 512)),
     )
-    norms = bias_norm_sq(sums.view(kinds * batch, parts, d)).view(kinds, batch)
-    return norms[0], norms[1] if bias else None

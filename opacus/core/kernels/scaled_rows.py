@@ -59,8 +59,6 @@ def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor | None) -
     if fused and triton_works() and (factors is None or factors.dtype == torch.float32):
         from opacus.core.kernels import scaled_rows_triton
 
-        if excluded is None:
-            excluded = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         return scaled_rows_triton.launch(rows, factors, excluded)
     column = [-1] + [1] * (rows.dim() - 1)
     if excluded is not None:

@@ -10,12 +10,15 @@ device. Letters: B samples, T tokens, d features.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 from opacus.core.kernels import operands
+from opacus.core.kernels.launch import Variant
 from opacus.core.kernels.operands import check_dtype, check_mask
 
 SIDE = 32
@@ -148,21 +151,29 @@ def embedding_norm_sq(
     weighted = weights is not None and weights.is_floating_point()
     tiles = operands.parts(tokens, SIDE)
     partial = operands.blank((batch, tiles), backprops.device)
-    _table_kernel[(tiles, batch)](
+    _variant(weighted, backprops.dtype)(
+        (tiles, batch),
         ids.contiguous(),
         order.contiguous(),
         backprops,
-        weights if weighted else partial,
+        weights if weighted and weights is not None else partial,
         partial,
         tokens,
         d,
         *backprops.stride(),
-        *(weights.stride() if weighted and weights is not None else (0, 0)),
-        MASK=weighted,
-        SIDE=SIDE,
-        K=K_WIDE if backprops.dtype == torch.float32 else K_HALF,
-        WIDEN=operands.interpreted(),
-        num_warps=4,
+        *(weights.stride() if weighted and weights is not None else operands.NO_STRIDES),
     )
     # Rounding can leave a tiny negative number where the norm is zero.
     return partial.sum(1).clamp_(min=0)
+
+
+@functools.cache
+def _variant(mask: bool, dtype: torch.dtype) -> Variant:
+    return Variant(
+        _table_kernel,
+        MASK=mask,
+        SIDE=SIDE,
+        K=K_WIDE if dtype == torch.float32 else K_HALF,
+        WIDEN=operands.interpreted(),
+        num_warps=4,
+    )

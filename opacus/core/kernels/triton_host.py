@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,im
 )
 
 from opacus.core.kernels import operands
+from opacus.core.kernels.launch import describe
 
 TYPES = {
     torch.float16: tl.float16,
@@ -35,16 +36,31 @@ def row_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return table + (tl.sum((starts <= program).to(tl.int64)) - 1) * COLUMNS
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def number(row, column: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """An int64 of the table, known to be a multiple of ``WHOLE``."""
+    return tl.multiple_of(tl.load(row + column), WHOLE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def address(place, TYPE: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """A pointer from the table, known to be aligned to 16 bytes if ``WHOLE > 1``."""
+    pointer = tl.load(place).to(tl.pointer_type(TYPE))
+    if WHOLE > 1:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
 def descriptor(tensor: Tensor, tokens: int, features: int) -> Any:
     """For the copy engine: blocks of so many tokens and features of one sample."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(tensor, shape, strides, [1, tokens, features])
+    return describe(TensorDescriptor, tensor, (1, tokens, features))
 
 
-def own_rows(norms: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """``[layers, most samples]`` to one ``[B]`` for each layer."""
-    rows = zip(norms.unbind(0), pairs, strict=True)
-    return [n if len(n) == len(g) else n[: len(g)] for n, (_, g) in rows]
+def own_rows(norms: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """``[layers, most samples]`` to one ``[B]`` for each layer, B from ``sizes``."""
+    most = norms.shape[1]
+    rows = zip(norms.unbind(0), sizes, strict=True)
+    return [row if size == most else row[:size] for row, size in rows]
 
 
 def has_specialised(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -99,8 +100,6 @@ def weighted_sums(
     """
     from opacus.core.kernels import weighted_sum_triton as gpu
 
-    if excluded is None:
-        excluded = torch.zeros(max(map(len, grads)), dtype=torch.bool, device=out.device)
     by_dtype: dict[torch.dtype, list[gpu.Sum]] = {}
     for grad, factor, start, segment in zip(grads, factors, starts, segments, strict=True):
         by_dtype.setdefault(grad.dtype, []).append(gpu.Sum(grad, factor, start, segment))
@@ -129,19 +128,20 @@ def weighted_sum_each(
     together: dict[torch.dtype, list[int]] = {}
     alike: dict[Hashable, list[int]] = {}
     for place, (grad, factor, dtype) in enumerate(zip(grads, factors, dtypes, strict=True)):
-        if len(grad) and can_batch(grad, factor):
+        rows = grad.shape[0]  # not its length, which takes ten times as long
+        if rows and can_batch(grad, factor):
             together.setdefault(dtype, []).append(place)
             continue
         # Small ones of the same samples are copied into one.
         small = 0 < grad.numel() <= SMALL_ELEMENTS
-        key = (len(grad), id(factor), grad.dtype, grad.device, dtype) if small else place
+        key = (rows, id(factor), grad.dtype, grad.device, dtype) if small else place
         alike.setdefault(key, []).append(place)
     for places in alike.values():
         first = places[0]
         sums = _as_one([grads[p] for p in places], factors[first], excluded, dtypes[first])
         results |= dict(zip(places, sums, strict=True))
     for dtype, chosen in together.items():
-        for places in consecutive(chosen, lambda p: grads[p][0].numel(), SHARED_ELEMENTS):
+        for places in consecutive(chosen, lambda p: _elements(grads[p]), SHARED_ELEMENTS):
             sums = _in_one_launch(
                 [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
             )
@@ -149,22 +149,64 @@ def weighted_sum_each(
     return [results[place] for place in range(len(grads))]
 
 
+def scale_in_place(
+    grads: Sequence[Tensor], factors: Sequence[Tensor], excluded: Tensor | None
+) -> bool:
+    """Multiply the gradients ``[1, *shape]`` of one sample by its factors, where they lie.
+
+    Args:
+        grads: Overwritten, on a GPU in one launch.
+        factors: ``[1]`` for each.
+        excluded: ``[1]`` bool; if set all become 0. ``None``: it is not.
+
+    Returns:
+        Whether it was done: not if two of them share memory, as gradients of a sum do, nor
+        where there is no kernel. Then nothing has been written.
+    """
+    storages = {grad.untyped_storage().data_ptr() for grad in grads}
+    if len(storages) < len(grads) or not all(map(can_batch, grads, factors)):
+        return False
+    from opacus.core.kernels import weighted_sum_triton as gpu
+
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for grad, factor in zip(grads, factors, strict=True):
+        by_dtype.setdefault(grad.dtype, []).append((grad, factor))
+    for pairs in by_dtype.values():
+        base = pairs[0][0]
+        sums = []
+        for grad, factor in pairs:
+            start = (grad.data_ptr() - base.data_ptr()) // grad.element_size()
+            sums.append(gpu.Sum(grad, factor, start, max(1, grad.numel())))
+        gpu.launch(sums, excluded, base, 0)
+    return True
+
+
 def _as_one(
     grads: Sequence[Tensor], factors: Tensor, excluded: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor]:
     """:func:`weighted_sum` of tensors with the same samples and factors, as of one."""
-    rows, shape = len(grads[0]), grads[0].shape[1:]
-    whole = grads[0]
+    rows, whole = grads[0].shape[0], grads[0]
     if len(grads) > 1:
-        whole = torch.cat([grad.reshape(rows, -1) for grad in grads], dim=1)
-        shape = whole.shape[1:]
+        flat = [grad if grad.dim() == 2 else grad.reshape(rows, -1) for grad in grads]
+        whole = torch.cat(flat, dim=1)
+    shape = whole.shape[1:]
     out = None if dtype == wide_dtype(whole) else whole.new_empty(shape, dtype=dtype)
     excluded = None if excluded is None else excluded[:rows]
     total = weighted_sum(whole, factors[:rows], excluded, out=out)
     if len(grads) == 1:
         return [total]
-    parts = total.split([grad[0].numel() for grad in grads])
-    return [part.view(grad.shape[1:]) for part, grad in zip(parts, grads, strict=True)]
+    return _parts(total, grads, [_elements(grad) for grad in grads])
+
+
+def _parts(flat: Tensor, grads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """A vector cut into tensors with the shapes of ``grads`` without their samples."""
+    pairs = zip(flat.split(sizes), grads, strict=True)
+    return [part if grad.dim() == 2 else part.view(grad.shape[1:]) for part, grad in pairs]
+
+
+def _elements(grads: Tensor) -> int:
+    """Elements of a sample's gradient; taking one out costs more than both of these."""
+    return grads.numel() // grads.shape[0]
 
 
 def consecutive(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -189,13 +231,11 @@ def _in_one_launch(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """:func:`weighted_sum_each` on a GPU; the results are parts of one tensor."""
-    device = grads[0].device
-    sizes = [grad[0].numel() for grad in grads]
-    flat = torch.empty(1, sum(sizes), dtype=dtype, device=device)
-    parts = flat[0].split(sizes)
-    starts = [part.storage_offset() for part in parts]
+    sizes = [_elements(grad) for grad in grads]
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    flat = torch.empty(1, end, dtype=dtype, device=grads[0].device)
     weighted_sums(grads, factors, excluded, flat, starts, [max(1, size) for size in sizes])
-    return [part.view(grad.shape[1:]) for part, grad in zip(parts, grads, strict=True)]
+    return _parts(flat[0], grads, sizes)
 
 
 @functools.cache

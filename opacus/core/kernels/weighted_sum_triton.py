@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opacus.core.kernels import operands
+from opacus.core.kernels.launch import Variant
 from opacus.core.kernels.triton_host import TYPES, row_of
 
 BLOCK = 2048
@@ -28,6 +29,7 @@ def _kernel(
     out_stride,
     count,
     COUNT: tl.constexpr,
+    HAS_EXCLUDED: tl.constexpr,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -56,17 +58,18 @@ def _kernel(
         total = tl.zeros((BLOCK,), dtype=WIDE)
         for row in range(rows):
             factor = tl.load(factors + row).to(WIDE)
-            skip = tl.load(excluded + row) != 0
             own = grads + tl.cast(row, tl.int64) * size
-            value = tl.load(own + places, mask=inside, other=0.0)
-            total += tl.where(skip, 0.0, value.to(WIDE) * factor)
+            value = tl.load(own + places, mask=inside, other=0.0).to(WIDE) * factor
+            if HAS_EXCLUDED:
+                skip = tl.load(excluded + row) != 0
+                value = tl.where(skip, 0.0, value)
+            total += value
         # The result may be cut into segments that lie ``out_stride`` apart.
         target = out + (places // segment).to(tl.int64) * out_stride + places % segment
         tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """One weighted sum of a launch.
 
     Attributes:
@@ -82,60 +85,56 @@ class Sum:
     segment: int
 
 
-def launch(sums: Sequence[Sum], excluded: Tensor, out: Tensor, stride: int) -> None:
+def launch(sums: Sequence[Sum], excluded: Tensor | None, out: Tensor, stride: int) -> None:
     """Write all weighted sums into ``out``.
 
     Args:
         sums: What is to be summed, and where it goes.
-        excluded: ``[B]`` bool; these rows contribute nothing.
+        excluded: ``[B]`` bool; these rows contribute nothing. ``None``: there are none.
         out: The storage that is written to.
         stride: Elements between a segment and the next.
     """
     sums = [s for s in sums if s.grads.numel()]
     if not sums:
         return
-    rows, programs = [], 0
-    for s in sums:
-        size = s.grads[0].numel()
-        rows.append(
-            (
-                programs,
-                s.grads.data_ptr(),
-                s.factors.data_ptr(),
-                size,
-                s.segment,
-                s.start,
-                len(s.grads),
-            )
-        )
-        programs += operands.parts(size, BLOCK * LOOPS)
+    rows: list[int] = []
+    programs, largest, everywhere, sizes = 0, 0, out.data_ptr(), stride
+    for grads, factors, start, segment in sums:
+        count = grads.shape[0]
+        size, place = grads.numel() // count, grads.data_ptr()
+        rows += (programs, place, factors.data_ptr(), size, segment, start, count)
+        programs -= -size // (BLOCK * LOOPS)
+        largest = max(largest, size)
+        # Bits that any of the addresses has, or any of the numbers of elements.
+        everywhere |= place
+        sizes |= size | start | segment
     dtype = sums[0].grads.dtype
-    aligned = _is_aligned(sums, out, stride)
-    _kernel[(programs,)](
-        operands.upload(itertools.chain.from_iterable(rows), out.device),
-        excluded.view(torch.uint8),
+    whole = operands.ALIGNMENT // dtype.itemsize
+    if everywhere % operands.ALIGNMENT or sizes % whole:
+        whole = 1
+    count, masked = operands.power_of_two(len(sums)), excluded is not None
+    _variant(count, masked, dtype, whole, largest < 1 << 30)(
+        (programs,),
+        operands.upload(rows, out.device),
+        out if excluded is None else excluded.view(torch.uint8),
         out,
         stride,
-        len(rows),
-        COUNT=triton.next_power_of_2(len(rows)),
+        len(sums),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(count: int, masked: bool, dtype: torch.dtype, whole: int, short: bool) -> Variant:
+    return Variant(
+        _kernel,
+        COUNT=count,
+        HAS_EXCLUDED=masked,
         DTYPE=TYPES[dtype],
         WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
         LOOPS=LOOPS,
-        WHOLE=operands.ALIGNMENT // dtype.itemsize if aligned else 1,
-        PLACE=tl.int32 if max(s.grads[0].numel() for s in sums) < 1 << 30 else tl.int64,
         COLUMNS=COLUMNS,
+        WHOLE=whole,
+        PLACE=tl.int32 if short else tl.int64,
         num_warps=8,
-    )
-
-
-def _is_aligned(sums: Sequence[Sum], out: Tensor, stride: int) -> bool:
-    """Whether 16 bytes can be read and written at once, throughout."""
-    whole = operands.ALIGNMENT // sums[0].grads.element_size()
-    numbers = (n for s in sums for n in (s.grads[0].numel(), s.start, s.segment))
-    places = (out.data_ptr(), *(s.grads.data_ptr() for s in sums))
-    return (
-        stride % whole == 0
-        and all(n % whole == 0 for n in numbers)
-        and all(place % operands.ALIGNMENT == 0 for place in places)
     )

@@ -41,6 +41,9 @@ class LayerRule:
     kernels: NormKernels = REFERENCE
     # Whether norms follow from this rank's per-sample gradients alone.
     norm_is_local: bool = True
+    # Parameters whose per-sample gradients are small beside activations and backprops: formed
+    # once where the layer's record is kept for the sum of the others.
+    light: tuple[str, ...] = ()
     # Whether such layers have the batch in dimension 0 in time-major models too.
     batch_leads: bool | None = None
 
@@ -170,8 +173,12 @@ def tokens_of(
             same tokens.
     """
     x = activations[0]
-    leading = x.shape[: x.dim() - feature_dims[0]]
-    if not leading or leading != backprops.shape[: backprops.dim() - feature_dims[1]]:
+    own, other = x.shape, backprops.shape
+    plain = len(own) - feature_dims[0] == len(other) - feature_dims[1] == 2
+    if plain and own[0] == other[0] and own[1] == other[1]:
+        return x, backprops  # nearly always, and asked several times for each layer
+    leading = own[: x.dim() - feature_dims[0]]
+    if not leading or leading != other[: backprops.dim() - feature_dims[1]]:
         reason = "its input and output do not have the same batch and token dimensions"
         raise unsupported(spec, activations, backprops, reason)
     return as_tokens(x, feature_dims[0]), as_tokens(backprops, feature_dims[1])

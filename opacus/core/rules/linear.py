@@ -17,6 +17,8 @@ from opacus.core.spec import LayerSpec
 class LinearRule(LayerRule):
     """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
 
+    light = ("bias",)
+
     def features(self, spec: LayerSpec) -> int:
         return 1
 
@@ -63,7 +65,7 @@ class LinearRule(LayerRule):
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         x, g = tokens_of(spec, activations, backprops, (1, 1))
-        return len(x) * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
+        return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -112,6 +114,6 @@ def _transposed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """``L_i^T R_i`` of each sample's ``[T, p]`` and ``[T, d]``: ``[B, p, d]``."""
-    if len(left) == 1:  # a plain product starts sooner than a batched one
+    if left.shape[0] == 1:  # a plain product starts sooner than a batched one
         return torch.mm(left[0].t(), right[0]).unsqueeze(0)
     return torch.bmm(left.transpose(1, 2), right)

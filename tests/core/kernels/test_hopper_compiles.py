@@ -12,35 +12,13 @@ import sys
 
 import pytest
 
-COMPILE = '''
+COMPILE = """
 import sys
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from tests.core.kernels import fake_driver
 
-
-class NoDevice:
-    """As much of a driver as the compiler asks for."""
-
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=0): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-    def map_python_to_cpp_type(self, name): return name
-
-    class utils:
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132,
-                    "max_num_regs": 65536, "warpSize": 32}
-        @staticmethod
-        def load_binary(*arguments): return (0, 0, 0, 0, 1024)
-
-    class launcher_cls:
-        def __init__(self, *arguments): pass
-
-
-driver.set_active(NoDevice())
+driver.set_active(fake_driver.NoDevice())
 from opacus.core.kernels import hopper
 
 x, partial = torch.zeros(2, 128, 512, dtype=torch.bfloat16), torch.zeros(8)
@@ -58,7 +36,7 @@ else:
             128, 8, 4, 2, 2, M=t.m, K=t.k, STAGES=t.stages, GROUP=t.group, WARPS=t.warps,
             num_warps=t.warps, grid=(1,))
         print(kernel.asm["ptx"], "// next")
-'''
+"""
 
 
 def has_gluon() -> bool:

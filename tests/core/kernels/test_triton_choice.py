@@ -177,6 +177,38 @@ def test_no_file_unless_it_is_named(monkeypatch, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not RUNS, reason="no kernel runs here")
+@pytest.mark.parametrize("fastest", ["width", "input_length", "reference"])
+def test_what_was_chosen_is_remembered_for_tensors_alike(monkeypatch, fastest) -> None:
+    monkeypatch.setattr(
+        choice, "_measure", lambda ways: {n: float(not n.startswith(fastest)) for n in ways}
+    )
+    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    monkeypatch.setattr(choice, "is_usable", lambda *tensors: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    asked, real = [], choice._fastest
+    monkeypatch.setattr(choice, "_fastest", lambda *given: asked.append(1) or real(*given))
+    half = torch.bfloat16
+    flat = draw(2 * 16 * 32 + 8, dtype=half)
+    cases = {
+        "aligned": lambda: (draw(2, 16, 32, dtype=half), draw(2, 16, 16, dtype=half), None),
+        "misaligned": lambda: (flat[1:1025].view(2, 16, 32), draw(2, 16, 16, dtype=half), None),
+        "strided": lambda: (draw(2, 32, 16, dtype=half).mT, draw(2, 16, 16, dtype=half), None),
+        "two dtypes": lambda: (draw(2, 16, 32, dtype=half), draw(2, 16, 16), None),
+        "wide": lambda: (draw(2, 16, 32), draw(2, 16, 16), None),
+        "empty": lambda: (draw(2, 0, 32, dtype=half), draw(2, 0, 16, dtype=half), None),
+        "masked": lambda: (*cases["aligned"]()[:2], torch.rand(2, 16, device=DEVICE)),
+        "bool": lambda: (*cases["aligned"]()[:2], torch.rand(2, 16, device=DEVICE) > 0.5),
+    }
+    for turn in range(3):
+        for name, case in cases.items():
+            a, g, mask = case()
+            asked.clear()
+            got = choice.product_norm_sq(a, g, mask)
+            assert bool(asked) == (turn == 0), name
+            close(got, product_definition(a, g, mask), 1e-4)
+
+
 def test_both_algorithms_are_tried_unless_one_is_hopeless() -> None:
     assert set(choice._worth_trying(2048, 4096, [4096])) == {"width", "input_length"}
     assert list(choice._worth_trying(65536, 128, [128])) == ["width"]

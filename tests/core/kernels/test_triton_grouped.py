@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opacus.core.kernels import operands
 from tests.core.kernels.triton_cases import (
     DEVICE,
     DTYPES,
@@ -87,11 +88,21 @@ def test_shared_input(dtype, mask, widths) -> None:
         check(value, product_definition(a, g, m), dtype)
 
 
+def starts_of(pairs, masks=None) -> tuple[int, ...]:
+    group = operands.group_of(pairs, masks)
+    places = operands.addresses(group.tensors)
+    return linear_gram._starts(group, places, masks and operands.addresses(group.masks))
+
+
 def test_neighbours_with_one_input_share_a_row_of_the_table() -> None:
     a, b = draw(2, 5, 9), draw(2, 5, 9)
     pairs = [(a, b), (a, a), (b, a)]
-    inputs, outputs = linear_gram._rows(pairs, [None] * 3)
-    assert (len(inputs), len(outputs)) == (2, 3)
+    assert starts_of(pairs) == (0, 2)
+    # Other strides of the same memory, or another mask, are another input.
+    assert starts_of([(a, b), (a[:, :2], b[:, :2])]) == (0, 1)
+    masks = [torch.ones(2, 5, device=DEVICE) for _ in range(2)]
+    assert starts_of(pairs, [masks[0], masks[1], masks[1]]) == (0, 1, 2)
+    assert starts_of([(a, b), (a, a)], [masks[0], masks[0]]) == (0,)
     for value, (x, g) in zip(linear_gram.grouped_norm_sq(pairs), pairs, strict=True):
         check(value, product_definition(x, g), torch.float32)
 

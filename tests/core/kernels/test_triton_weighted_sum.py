@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opacus.core.kernels import weighted_sum
 from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, ON_GPU, draw
 
 pytestmark = MARKS
@@ -51,3 +52,38 @@ def test_segments_lie_a_stride_apart(width) -> None:
     want = torch.einsum("b,b...->...", factors.double(), grad.double()).view(ranks, -1)
     torch.testing.assert_close(out[:, 2 * width :].double(), want, rtol=1e-5, atol=1e-6)
     assert (out[:, : 2 * width] == 7.0).all()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes what a GPU would."""
+    if not ON_GPU:
+        monkeypatch.setattr(weighted_sum, "can_batch", lambda grads, factors: True)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=["aligned", "odd"])
+def test_a_lone_sample_is_scaled_where_it_lies(dtype, sizes) -> None:
+    grads = [draw(1, n, dtype=dtype) for n in sizes] + [draw(1, 9, dtype=torch.float32)]
+    factors = [torch.rand(1, device=DEVICE) + 0.1 for _ in grads]
+    places = [grad.data_ptr() for grad in grads]
+    want = [f.double() * g.double() for f, g in zip(factors, grads, strict=True)]
+    assert weighted_sum.scale_in_place(grads, factors, None)
+    assert [grad.data_ptr() for grad in grads] == places
+    for grad, wanted in zip(grads, want, strict=True):
+        torch.testing.assert_close(grad, wanted.to(grad.dtype))
+    grads[0][0, 3] = float("nan")
+    assert weighted_sum.scale_in_place(
+        grads, factors, torch.ones(1, dtype=torch.bool, device=DEVICE)
+    )
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.usefixtures("taken")
+def test_gradients_that_share_memory_are_left_alone() -> None:
+    both = draw(1, 16)
+    before, factors = both.clone(), torch.full((1,), 0.5, device=DEVICE)
+    for grads in ([both, both], [both[:, :8], both[:, 8:]], [both, both.view(1, 4, 4)]):
+        assert not weighted_sum.scale_in_place(grads, [factors] * 2, None)
+    assert torch.equal(both, before)
