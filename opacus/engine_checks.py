@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from opacus.core.agreement import describe, together
 from opacus.core.auto import Choice, chosen_for
+from opacus.core.lone_sample import lone_sample_from_environment
 from opacus.core.modes import AUTO, MODES, Mode, mode_of
 from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
@@ -174,6 +175,7 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
     stored_shards_from_environment()
+    lone_sample_from_environment()
     variables_set()
 
 

@@ -196,7 +196,7 @@ class TensorParallel(Single):
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide all tensors in place, this rank's shards of sharded ones."""
     locals_ = [t.to_local() if is_dtensor(t) else t for t in tensors]
-    if locals_:
+    if locals_ and divisor != 1:
         torch._foreach_div_(locals_, divisor)
 
 

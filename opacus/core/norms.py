@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,8 @@ class NormLedger:
         self.formed_layers: set[str] = set()
         # Records that are kept for it instead.
         self.held: list[Record] = []
+        # Whether there were gradients of a lone sample, and whether there were records.
+        self.whole = self.tapped = False
         self._norm_sq: dict[str, Tensor] = {}
         self._waiting: list[Record] = []
         self._done: set[str] = set()
@@ -90,6 +93,7 @@ class NormLedger:
             RuntimeError: The layer's norm was already computed without this use.
         """
         name = record.spec.name
+        self.tapped = True
         check_rows(record, self.batch)
         if self.exchange is not None and self.exchange.takes(record.layer):
             if self.planner is not None:
@@ -117,6 +121,14 @@ class NormLedger:
         self._held_bytes += _bytes_of(record)
         if self.budget_bytes is not None:
             self._shrink()
+
+    def add_whole(self, grads: Mapping[str, Tensor]) -> None:
+        """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
+        self.whole = True
+        for owner, grad in grads.items():
+            dense = (grad.to_dense() if grad.is_sparse else grad).unsqueeze(0)
+            known = self.formed.get(owner)
+            self.formed[owner] = dense if known is None else known + dense
 
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""
@@ -169,6 +181,7 @@ class NormLedger:
                 if self.planner.stores(record):
                     self._form(record)
             records = [r for r in records if r.spec.name not in self.formed_layers]
+            records = [self._without_light(r) for r in records]
             self._hold(records)
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             self._form(records[0])
@@ -192,6 +205,21 @@ class NormLedger:
             owner = record.layer.owners[local]
             known = self.formed.get(owner)
             self.formed[owner] = grad if known is None else add_rows(known, grad)
+
+    def _without_light(self, record: Record) -> Record:
+        """Form the light parameters' gradients of a record that is kept for the others.
+
+        Their norms and sums are then taken together with those of all layers, in few launches.
+        """
+        rule, spec, layer = record.layer.rule, record.spec, record.layer
+        light = tuple(name for name in rule.light if name in spec.params)
+        rest = tuple(name for name in spec.params if name not in light)
+        if not light or not rest or not rule.norm_is_local:
+            return record
+        grads = rule.per_sample_grad(layer.part(light), record.activations, record.backprops)
+        for name, grad in grads.items():
+            self.formed[layer.owners[name]] = grad
+        return replace(record, spec=layer.part(rest))
 
     def _settle_small(self, records: list[Record]) -> list[Record]:
         """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
@@ -300,7 +328,7 @@ def add_rows(known: Tensor, grad: Tensor) -> Tensor:
 def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
-        return torch.zeros(batch, device=device)
+        return torch.zeros(batch, dtype=torch.float32, device=device)
     values = [value.to(device) for value in norm_sq.values()]
     return torch.stack(values).sum(0).sqrt()
 

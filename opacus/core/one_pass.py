@@ -195,6 +195,9 @@ class OnePass(Ghost):
 
     def _sum(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
         assert self.ledger is not None
+        if self.ledger.whole:
+            self._sum_whole(factors, excluded)
+            return
         ledger, self.ledger = self.ledger, None
         masked = excluded_or_none(excluded)
         sums = _KeptSums(ledger.held, factors, masked)
@@ -208,7 +211,7 @@ class OnePass(Ghost):
                 continue
             own = factors if isinstance(factors, Tensor) else factors.get(name)
             if own is None:  # a parameter without a norm took no part
-                own = torch.zeros(len(excluded), device=excluded.device)
+                own = torch.zeros(len(excluded), dtype=torch.float32, device=excluded.device)
             stored = ledger.formed.pop(name, None)
             self.sink.put(name, Terms(stored, sums.terms_of(name), own, masked))
         if exchange is not None:

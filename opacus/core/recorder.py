@@ -1,7 +1,7 @@
 """Watches a model run: every use of a layer becomes one record per backward pass.
 
 Note [How a layer is tapped]
-    A forward hook sends the layer's output through :class:`_Tap`, an identity
+    A forward hook sends the layer's output through :class:`~opacus.core.tap.Tap`, an identity
     whose backward receives the gradient with respect to that output. The layer's
     inputs are kept as the tap's *saved tensors*, so that activation checkpointing
     and offloading treat them like any other saved tensor, an in-place change of
@@ -32,13 +32,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
 from opacus.core.provenance import IndexCheck, batch_of
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
-from opacus.core.torch_internals import direct_apply
+from opacus.core.tap import ANCHOR, Tap, Use, tap_one
+from opacus.core.torch_internals import under_functorch
 
 
 @dataclass(eq=False)
@@ -62,6 +64,13 @@ class Layer:
     shared: bool = False
     batch_first: bool | None = None
     features: int | None = None
+    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    def part(self, params: tuple[str, ...]) -> LayerSpec:
+        """The spec restricted to some of its parameters."""
+        if params not in self._parts:
+            self._parts[params] = replace(self.spec, params=params)
+        return self._parts[params]
 
     def trainable_now(self) -> LayerSpec:
         """The spec restricted to the parameters that still require gradients."""
@@ -70,7 +79,7 @@ class Layer:
             parameter = parameters.get(name)
             if parameter is None or not parameter.requires_grad:
                 names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
-                return replace(spec, params=names)
+                return self.part(names)
         return spec
 
 
@@ -80,7 +89,7 @@ class Generation:
 
     uses: dict[str, int] = field(default_factory=dict)
     begun: bool = False
-    waiting: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
+    waiting: weakref.WeakSet[Use | WholeUse] = field(default_factory=weakref.WeakSet)
 
     def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
         return Generation, ()  # copies and pickles of a model start afresh
@@ -164,7 +173,10 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
-        self._indices = IndexCheck(layer.spec for layer in layers)
+        # Runs the model without taps where its batch is one sample, if that is possible.
+        self.lone: LoneSample | None = None
+        self.bare = False  # whether layers run without taps now
+        self.indices = IndexCheck(layer.spec for layer in layers)
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
@@ -181,8 +193,14 @@ class Recorder:
                 ),
             ]
 
+    @property
+    def layer_handles(self) -> list[Any]:
+        """The handles of the layers' hooks."""
+        return self.handles[2 : 2 + 2 * len(self.layers)]
+
     def remove(self) -> None:
         """Take every hook off; the modules are as they were before."""
+        self.end_lone()
         while self.handles:
             self.handles.pop().remove()
         self.forget()
@@ -208,32 +226,53 @@ class Recorder:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_current=None, _generation=Generation(), in_backward=False)
+        state.update(_current=None, _generation=Generation(), in_backward=False, bare=False)
         return state
 
     # --- forward ---
 
     def active(self, module: nn.Module) -> bool:
-        return self.enabled and module.training and torch.is_grad_enabled()
+        return self.enabled and not self.bare and module.training and torch.is_grad_enabled()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.in_backward or not self.enabled:
             return
+        self.end_lone()  # of a forward pass that was interrupted
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
         self._current = ForwardPass(self._generation, batch)
         self.latest_batch = batch
         if self.batch_first:
-            self._indices.begin((args, kwargs), batch, self.active(module))
+            self.indices.begin((args, kwargs), batch, self.active(module), module)
+        if self.lone is not None and self.lone.takes(batch) and self.active(module):
+            self.lone.begin(self._current)
+            self.bare = True
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._current = None
-        self._indices.end()
+        self.indices.end()
+        if not self.in_backward:
+            self.end_lone()
 
-    def tap(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
-        """Send ``output`` through a tap; returns what the layer's caller gets."""
-        spec = layer.trainable_now()
+    def end_lone(self) -> None:
+        """The model's forward has ended, even by an interruption: all is in its place again."""
+        if self.lone is not None:
+            self.lone.end()
+        self.bare = False
+
+    def only_lone_samples_wait(self) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        return self.lone is not None and only_whole(self._generation.waiting)
+
+    def tap(
+        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
+    ) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets.
+
+        ``spec`` is that of the parameters that are trainable now, where it is known.
+        """
+        spec = layer.trainable_now() if spec is None else spec
         if not spec.params:
             return output
         if len(args) == 1 and not kwargs and type(args[0]) is type(output) is Tensor:
@@ -253,10 +292,10 @@ class Recorder:
         for tensor in tensors:
             if type(tensor) is Tensor and not tensor.is_floating_point():
                 self._look_up(spec, tensor)
-        use = _Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
+        use = Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
         picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
-        use.register(picked_outputs[0].shape, counted=not self.in_backward)
-        tapped = _Tap.apply(_ANCHOR, use, len(picked), *picked_outputs, *tensors)
+        self._register(use, picked_outputs[0].shape)
+        tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
         for index, tensor in zip(picked, tapped, strict=True):
             outputs[index] = tensor
         return tree_unflatten(outputs, out_tree)
@@ -267,16 +306,28 @@ class Recorder:
             return output
         if not x.is_floating_point():
             self._look_up(spec, x)
-        use = _Use(self, layer, spec, self._forward_pass(), None, None)
+        use = Use(self, layer, spec, self._forward_pass(), None, None)
         if output.shape[0:1] == (1,):
             output = self._spread(use, output, [x])
-        use.register(output.shape, counted=not self.in_backward)
-        return _tap_one(_ANCHOR, use, output, x)
+        self._register(use, output.shape)
+        return tap_one(ANCHOR, use, output, x)
+
+    def _register(self, use: Use, output_shape: torch.Size) -> None:
+        recomputed = self.in_backward
+        if recomputed and self.lone is not None and use.spec.name not in self._generation.uses:
+            self.lone.rule_out("reentrant checkpoints hide the forward pass")
+        use.register(output_shape, counted=not recomputed)
 
     def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
         """Check a table's indices, where it runs first: reentrant checkpoints record later."""
         if not self.in_backward or spec.name not in self._generation.uses:
-            self._indices.look_up(spec, indices)
+            self.indices.look_up(spec, indices)
+
+    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
+        """Refuse a layer whose rows are found not to be samples."""
+        first = tree_leaves(tapped)[0]
+        if self.batch_dim(layer, first.dim()) == 0:
+            self.indices.ran(layer.spec, inputs, first)
 
     def _forward_pass(self) -> ForwardPass:
         if self._current is not None:
@@ -285,7 +336,7 @@ class Recorder:
             self._generation = Generation()
         return ForwardPass(self._generation)
 
-    def _spread(self, use: _Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
+    def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.
 
         A table indexed by positions of shape ``[1, T]`` is added to every sample by
@@ -301,7 +352,7 @@ class Recorder:
 
     # --- backward ---
 
-    def deliver(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def deliver(self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Build the record of one use and hand it to the sink."""
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
@@ -312,7 +363,7 @@ class Recorder:
         with torch.no_grad():  # create_graph=True
             self.sink(self._record(use, tensors, grads))
 
-    def _record(self, use: _Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Record:
+    def _record(self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         dim = self.batch_dim(layer, grads[0].dim())
         backprops = [_to_front(g.detach(), dim) for g in grads]
@@ -370,104 +421,30 @@ class _LayerHooks:
             parameters[name] = parameter.detach()  # type: ignore[assignment]
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        spec = None
         if self._swapped:
-            self.layer.module._parameters.update(self._swapped.pop())
+            kept = self._swapped.pop()
+            self.layer.module._parameters.update(kept)
+            if len(kept) == len(self.layer.spec.params):
+                spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
             return None
-        return self.recorder.tap(self.layer, args, kwargs, output)
+        try:
+            tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
+        except RuntimeError as error:
+            if not under_functorch():
+                raise
+            raise RuntimeError(
+                f"{self.layer.spec} belongs to a private model, which records its layers in "
+                "training, and not under torch.func (vmap, grad, ...): call disable_hooks() or "
+                "eval() on the wrapper first, or use the model of to_standard_module()"
+            ) from error
+        if self.recorder.indices.follows:
+            self.recorder.check_rows(self.layer, (args, kwargs), tapped)
+        return tapped
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_swapped": []}
-
-
-class _Use:
-    """One use of a layer, from its forward until its graph is gone.
-
-    Args:
-        inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
-            that was called with one tensor.
-    """
-
-    __slots__ = ("__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "spec")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        layer: Layer,
-        spec: LayerSpec,
-        forward_pass: ForwardPass,
-        inputs: list[Any] | None,
-        in_tree: TreeSpec | None,
-    ) -> None:
-        self.recorder = recorder
-        self.layer = layer
-        self.spec = spec
-        self.forward_pass = forward_pass
-        # Tensors are the tap's to save; only their places are remembered here.
-        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
-        self._in_tree = in_tree
-
-    def register(self, output_shape: torch.Size, *, counted: bool) -> None:
-        """Note that the layer ran; a recomputation is not counted as another use."""
-        if not counted:
-            return
-        name, rows = self.spec.name, self.forward_pass.rows
-        generation = self.forward_pass.generation
-        generation.uses[name] = generation.uses.get(name, 0) + 1
-        generation.waiting.add(self)
-        dims = len(output_shape)
-        dim = 0 if dims < 2 else self.recorder.batch_dim(self.layer, dims)
-        rows[name] = max(rows.get(name, 0), output_shape[dim] if dims else 0)
-
-    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The layer's arguments, with ``tensors`` in the places of the original ones."""
-        if self._in_tree is None:
-            return (tensors[0],), {}
-        fresh = iter(tensors)
-        leaves = [next(fresh) if i is _PLACE else i for i in self._inputs]
-        args, kwargs = tree_unflatten(leaves, self._in_tree)
-        return args, kwargs
-
-
-_PLACE = object()
-# Gives a tap a place in the graph where neither input nor output requires gradients.
-_ANCHOR = torch.zeros((), requires_grad=True)
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on a layer's outputs; see Note [How a layer is tapped]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, use: _Use, num_outputs: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.use = use
-        ctx.num_inputs = len(tensors) - num_outputs
-        ctx.save_for_backward(*tensors[num_outputs:])
-        return tuple(t.detach() for t in tensors[:num_outputs])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
-        return (None, None, None, *grads, *([None] * ctx.num_inputs))
-
-
-class _TapOne(torch.autograd.Function):
-    """:class:`_Tap` for one input and one output, which takes less time."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, use: _Use, output: Tensor, x: Tensor) -> Tensor:
-        ctx.use = use
-        ctx.save_for_backward(x)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
-        return None, None, grads[0], None
-
-
-_tap_one = direct_apply(_TapOne)
 
 
 def _to_front(tensor: Tensor, batch_dim: int) -> Tensor:

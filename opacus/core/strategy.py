@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opacus.core.clipping import excluded_or_none, rounded_down
 from opacus.core.kernels.scaled_rows import Masking, scaled_rows
-from opacus.core.kernels.weighted_sum import weighted_sum
+from opacus.core.kernels.weighted_sum import scale_in_place, weighted_sum, weighted_sum_each
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
@@ -90,6 +90,13 @@ class Ghost:
                 self._passes.add(record.forward_pass)
             self.ledger.add(record)
 
+    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Take the gradients of a batch of one sample; see :mod:`opacus.core.lone_sample`."""
+        if self.phase is Phase.NORMS:
+            assert self.ledger is not None
+            self._passes.add(forward_pass)
+            self.ledger.add_whole(grads)
+
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
@@ -113,10 +120,33 @@ class Ghost:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         before = {name: _fingerprint(p) for name, p in self.parameters}
-        with self._in(Phase.NORMS):
-            losses.sum().backward(retain_graph=retain_graph or self.retains_graph)
+        lone = self.recorder.only_lone_samples_wait()
+        retain_graph = retain_graph or (self.retains_graph and not lone)
+        with self._in(Phase.NORMS, bare=lone):
+            losses.sum().backward(retain_graph=retain_graph)
         self._refuse_leaks(before)
         self._refuse_repeats()
+        self._note_samples(losses.shape[0])
+
+    def _note_samples(self, samples: int) -> None:
+        """What the norm pass has shown of batches of one sample."""
+        lone, ledger = self.recorder.lone, self.ledger
+        if lone is None or ledger is None:
+            return
+        if not ledger.whole:
+            lone.learn(self._passes, samples)
+        elif samples != 1 or ledger.tapped:
+            reason = (
+                f"the model was given one sample, but there are {samples} losses"
+                if samples != 1
+                else "layers were called outside the model's forward"
+            )
+            lone.rule_out(reason)
+            raise RuntimeError(
+                f"{reason}, so per-sample gradients are unknown. Nothing was added to the model. "
+                "From now on batches of one sample are treated like others: run the step again "
+                "(OPACUS_LONE_SAMPLE=0 does so from the start)"
+            )
 
     def sum_pass(
         self,
@@ -134,6 +164,23 @@ class Ghost:
             retain_graph: Keep the graph for another backward pass.
         """
         raise NotImplementedError
+
+    @torch.no_grad()
+    def _sum_whole(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
+        """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
+        assert self.ledger is not None
+        formed, self.ledger = self.ledger.formed, None
+        used = [(name, parameter) for name, parameter in self.parameters if name in formed]
+        grads = [formed.pop(name) for name, _ in used]
+        own = [factors if isinstance(factors, Tensor) else factors[name] for name, _ in used]
+        dtypes = [parameter.dtype for _, parameter in used]
+        masked = excluded_or_none(excluded)
+        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, masked):
+            sums = [grad[0] for grad in grads]
+        else:
+            sums = weighted_sum_each(grads, own, masked, dtypes)
+        for (_, parameter), total in zip(used, sums, strict=True):
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def _begin_exchange(self, losses: Tensor) -> Exchange | None:
         """What ranks will exchange in the norm pass of ``losses`` ``[B]``."""
@@ -159,12 +206,13 @@ class Ghost:
             parameter.grad = None
 
     @contextmanager
-    def _in(self, phase: Phase) -> Iterator[None]:
-        self.phase, self.recorder.in_backward = phase, True
+    def _in(self, phase: Phase, *, bare: bool = False) -> Iterator[None]:
+        recorder = self.recorder
+        self.phase, recorder.in_backward, recorder.bare = phase, True, bare
         try:
             yield
         finally:
-            self.phase, self.recorder.in_backward = Phase.IDLE, False
+            self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
         leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
@@ -220,7 +268,10 @@ class TwoPass(Ghost):
         excluded: Tensor,
         retain_graph: bool = False,
     ) -> None:
-        """A second backward pass, of ``sum_i factors[i] * losses[i]``."""
+        """A second backward pass, of ``sum_i factors[i] * losses[i]``; none of a lone sample."""
+        if self.ledger is not None and self.ledger.whole:
+            self._sum_whole(factors, excluded)
+            return
         self._factors = factors
         self._excluded, self._masking = excluded_or_none(excluded), Masking()
         weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)

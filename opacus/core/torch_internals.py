@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +107,45 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without its preparations for functorch, which take a third of its time.
 
-    Under a functorch transform the C++ part raises, as ``apply`` does for such functions.
+    Under a functorch transform the C++ part raises, as ``apply`` does for such functions; ask
+    :func:`under_functorch`.
     """
     direct: Callable[..., Any] | None = getattr(
         super(torch.autograd.Function, function), "apply", None
     )
     return function.apply if direct is None else direct
+
+
+def under_functorch() -> bool:
+    """Whether ``vmap``, ``grad`` or the like of ``torch.func`` is running."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and bool(active())
+
+
+# Hooks that are off for a while: of which module's, the number of the hook, the hook.
+TakenOff = list[tuple[Any, int, Any]]
+
+
+def take_off(handles: Iterable[Any]) -> TakenOff:
+    """Take hooks off where they are the module's only ones: such modules are called faster.
+
+    In a version of torch whose handles are different nothing is taken off.
+    """
+    taken: TakenOff = []
+    for handle in handles:
+        find = getattr(handle, "hooks_dict_ref", None)
+        hooks = None if find is None else find()
+        if hooks is not None and len(hooks) == 1 and handle.id in hooks:
+            taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    return taken
+
+
+def put_back(taken: TakenOff) -> None:
+    """Put hooks back, before those that have been registered meanwhile."""
+    while taken:
+        hooks, number, hook = taken.pop()
+        hooks[number] = hook
+        hooks.move_to_end(number, last=False)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

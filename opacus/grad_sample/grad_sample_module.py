@@ -50,7 +50,7 @@ def promote_current_grad_sample(p: nn.Parameter) -> None:
     else:
         earlier = known if isinstance(known, list) else [known]
         p.grad_sample = [*earlier, current]  # type: ignore[attr-defined]
-    del p._current_grad_sample
+    del p._current_grad_sample  # type: ignore[attr-defined]
 
 
 class GradSampleHooks(AbstractGradSampleHooks):
@@ -127,15 +127,16 @@ class GradSampleHooks(AbstractGradSampleHooks):
         )
         for layer in self._recorder.layers:
             if isinstance(layer.rule, GenericRule):
-                layer.module.ft_compute_sample_grad = SampleGradient(
-                    layer.module, batch_first, self._recorder.paused
+                module: Any = layer.module
+                module.ft_compute_sample_grad = SampleGradient(
+                    module, batch_first, self._recorder.paused
                 )
         self._strategy = self._make_strategy()
         self._sharding_is_known = self._is_sharded()
         self._recorder.handles.append(
             self._module.register_forward_pre_hook(self._refuse_late_sharding)
         )
-        self._module.autograd_grad_sample_hooks = self._recorder.handles
+        self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
 from opacus.core.kernels.suite import kernels_named
+from opacus.core.lone_sample import LoneSample, lone_sample_from_environment
 from opacus.core.norms import NormLedger, total_norms
 from opacus.core.one_pass import GradientSink, LocalSink, OnePass
 from opacus.core.profiling import (
@@ -22,11 +23,11 @@ from opacus.core.profiling import (
     part,
     timed,
 )
-from opacus.core.recorder import Generation, Layer, Record
+from opacus.core.recorder import ForwardPass, Generation, Layer, Record
 from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
 from opacus.core.strategy import Ghost, Phase, TwoPass
-from opacus.grad_sample._samplers import FormedRule, Sampler, total_norm
+from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
@@ -88,6 +89,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     NORM_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
     _detach: ClassVar[bool] = True
+    _takes_lone_samples: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -205,9 +207,12 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             self._per_sample_gradient_norms = None
             self._publish({})
         if self.loss_reduction == "mean":
-            record.backprops = scale_rows(
-                record.backprops, torch.full((record.batch,), float(record.rows))
+            backprops = record.backprops
+            first = backprops[0] if isinstance(backprops, tuple) else backprops
+            rows = torch.full(
+                (len(first),), float(record.rows), dtype=torch.float32, device=first.device
             )
+            record.backprops = scale_rows(backprops, rows)
         with self._recorder.paused():
             ledger.add(record)
         known = ledger.known(record.layer.owners.values())
@@ -344,11 +349,33 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         return layers
 
     def _make_strategy(self) -> Ghost:
+        self._recorder.lone = self._make_lone()
         parameters = list(self._module.named_parameters())
         deferred = self._use_deferred_norm
         if self.book_keeping:
             return OnePass(self._recorder, parameters, deferred=deferred, sink=self._make_sink())
         return TwoPass(self._recorder, parameters, deferred=deferred)
+
+    def _make_lone(self) -> LoneSample | None:
+        """What runs batches of one sample without taps; ``None`` where every layer must be seen."""
+        layers = self._recorder.layers
+        watched = type(self).capture_backprops_hook is not _CAPTURE
+        own_rules = any(isinstance(layer.rule, SamplerRule) for layer in layers)
+        if watched or own_rules or not self._takes_lone_samples or self._is_sharded():
+            return None
+        if not lone_sample_from_environment():
+            return None
+        return LoneSample(layers, self._on_whole, self._recorder.layer_handles)
+
+    def _on_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
+        if not self.hooks_enabled or self._strategy.phase is not Phase.IDLE:
+            self._strategy.receive_whole(forward_pass, grads)
+            return
+        self._observed = NormLedger(1)  # an ordinary backward(); see _observe
+        self._observed_generation = forward_pass.generation
+        self._per_sample_gradient_norms = None
+        self._observed.add_whole(grads)
+        self._publish(self._observed.known())
 
     def _make_sink(self) -> GradientSink:
         """Where the clipped sums of a single backward pass go."""
@@ -366,6 +393,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         if planner is None:
             return super().explain()
         table = planner.table()
+        if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
+            table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     @property
@@ -393,10 +422,19 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         return "no trainable parameters of its own"
 
 
+_CAPTURE = GradSampleHooksFastGradientClipping.capture_backprops_hook
+
+
 class GradSampleModuleFastGradientClipping(
     GradSampleHooksFastGradientClipping, AbstractGradSampleModule
 ):
     """Wrapper module with :class:`GradSampleHooksFastGradientClipping`; same arguments."""
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._run(*args, **kwargs)
+        finally:
+            self._recorder.end_lone()  # also after a KeyboardInterrupt
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         ValueError: There is no process group, a trainable parameter is not sharded,
             ``data_layout`` is none of these, or the variable is neither 0 nor 1.
     """
+
+    _takes_lone_samples: ClassVar[bool] = False  # gradients of ranks meet in autograd
 
     def __init__(
         self,

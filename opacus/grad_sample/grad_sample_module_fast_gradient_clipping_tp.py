@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 from opacus.core.recorder import Layer
@@ -29,6 +31,8 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
         use_ghost_clipping: ``False`` forms per-sample gradients to take their norms.
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
     """
+
+    _takes_lone_samples: ClassVar[bool] = False  # rules know the norms of split layers
 
     def __init__(
         self,

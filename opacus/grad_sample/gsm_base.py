@@ -123,7 +123,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         except AttributeError:
             if item == "_module" or "_modules" not in self.__dict__:
                 raise
-            module = super().__getattr__("_module")
+            module: Any = super().__getattr__("_module")
         if "." in item:
             return module.get_submodule(item)
         try:

@@ -48,7 +48,7 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         """Run on no samples: per-sample gradients of shape ``[0, ...]``."""
         for parameter in self.parameters():
             if parameter.requires_grad:
-                parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
+                parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)  # type: ignore[attr-defined]
         return self._module(x, *args, **kwargs)
 
     def remove_hooks(self) -> None:

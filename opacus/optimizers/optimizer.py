@@ -94,7 +94,8 @@ class DPOptimizer(WrappedOptimizer):
     # GradScaler then calls step() after an overflow too, and says what it scaled by.
     _step_supports_amp_scaling: ClassVar[bool] = True
     # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
-    _overwrites_sums: ClassVar[bool] = False
+    # Whether the noised gradient takes the memory of the sum.
+    _overwrites_sums: bool = False
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -236,9 +237,9 @@ class DPOptimizer(WrappedOptimizer):
             ValueError: Parameters disagree, so some were left out of a backward pass.
         """
         counts = {
-            len(p.grad_sample) if isinstance(p.grad_sample, list) else 1
-            for p in self.params
-            if getattr(p, "grad_sample", None) is not None
+            len(grads) if isinstance(grads, list) else 1
+            for grads in (getattr(p, "grad_sample", None) for p in self.params)
+            if grads is not None
         }
         if len(counts) > 1:
             raise ValueError(

@@ -29,6 +29,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._accumulated = 1
         self._loss_scale: float | None = None
 
+    def overwrite_sums(self) -> None:
+        """Write the noised gradient over ``p.summed_grad``, which is ``None`` after a step then."""
+        self._overwrites_sums = True
+
     def note_clipped_batch(self, loss_scale: float | None = None, excluded: bool = False) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 

@@ -296,6 +296,8 @@ class DPLossFastGradientClipping:
         self.criterion = criterion
         self.loss_reduction = loss_reduction
         optimizer.expects_criterion = True
+        if module.book_keeping:
+            optimizer.overwrite_sums()
 
     def __call__(
         self, *args: Any, shape: Any = None, **kwargs: Any

@@ -276,9 +276,9 @@ def test_the_trail_is_followed_only_as_long_as_it_is_needed(
         released(made, T)
     assert len(followed) == 1
     other = private(padded_positions, "ghost")
-    released(other, T + 1)  # the batch size tells
+    released(other, T + 1)  # here the batch size tells
     released(other, T)
-    assert len(followed) == 1
+    assert len(followed) == 2
 
 
 def test_a_forward_pass_that_fails_leaves_nothing() -> None:

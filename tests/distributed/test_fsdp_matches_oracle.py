@@ -195,6 +195,10 @@ def cases_of(world_size: int) -> list[Case]:
             cases += [Case("mlp", how, "hooks", SPLITS[2]["even"], reduction=reduction)]
             for mode in ("ghost", "ghost_bk"):
                 cases += [Case("mlp", how, mode, uneven, reduction=reduction)]
+    for how in ("ddp", "dpddp"):  # batches of one sample, on one rank and on both
+        for mode in ("ghost", "ghost_bk"):
+            cases += [Case("language_tied", how, mode, (1, 7))]
+            cases += [Case("mlp", how, mode, SPLITS[2]["even"], parts=4)]
     return cases
 
 

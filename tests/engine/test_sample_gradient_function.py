@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
 
 class Affine(nn.Module):
@@ -52,3 +54,33 @@ def test_it_computes_per_sample_gradients(
     for parameter, result in zip(layer.parameters(), results, strict=True):
         torch.testing.assert_close(result, parameter.grad_sample)
     assert layer.ft_compute_sample_grad.layer is layer
+
+
+@pytest.mark.parametrize("wrap", [GradSampleModule, GradSampleModuleFastGradientClipping])
+def test_torch_func_on_a_private_model_is_refused_with_what_to_do(
+    wrap: Callable[[nn.Module], Any],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(5, 4)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, parameters, (x[None],)).sum()
+
+    compute = vmap(grad(loss), (None, 0))
+    known = compute(parameters, x)
+    private = wrap(model)
+    with pytest.raises(RuntimeError, match=r"layer '0'.*not under torch.func.*disable_hooks"):
+        compute(parameters, x)
+    private.disable_hooks()
+    assert_same(compute(parameters, x), known)
+    private.enable_hooks()
+    private.eval()
+    assert_same(compute(parameters, x), known)
+    private.to_standard_module().train()
+    assert_same(compute(parameters, x), known)
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)

@@ -1,0 +1,105 @@
+"""One use of a layer and the tap on its output; see :mod:`opacus.core.recorder`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from opacus.core.spec import LayerSpec
+from opacus.core.torch_internals import direct_apply
+
+if TYPE_CHECKING:
+    from opacus.core.recorder import ForwardPass, Layer, Recorder
+
+
+class Use:
+    """One use of a layer, from its forward until its graph is gone.
+
+    Args:
+        inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
+            that was called with one tensor.
+    """
+
+    __slots__ = ("__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "spec")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layer: Layer,
+        spec: LayerSpec,
+        forward_pass: ForwardPass,
+        inputs: list[Any] | None,
+        in_tree: TreeSpec | None,
+    ) -> None:
+        self.recorder = recorder
+        self.layer = layer
+        self.spec = spec
+        self.forward_pass = forward_pass
+        # Tensors are the tap's to save; only their places are remembered here.
+        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
+        self._in_tree = in_tree
+
+    def register(self, output_shape: torch.Size, *, counted: bool) -> None:
+        """Note that the layer ran; a recomputation is not counted as another use."""
+        if not counted:
+            return
+        name, rows = self.spec.name, self.forward_pass.rows
+        generation = self.forward_pass.generation
+        generation.uses[name] = generation.uses.get(name, 0) + 1
+        generation.waiting.add(self)
+        dims = len(output_shape)
+        dim = 0 if dims < 2 else self.recorder.batch_dim(self.layer, dims)
+        rows[name] = max(rows.get(name, 0), output_shape[dim] if dims else 0)
+
+    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments, with ``tensors`` in the places of the original ones."""
+        if self._in_tree is None:
+            return (tensors[0],), {}
+        fresh = iter(tensors)
+        leaves = [next(fresh) if i is _PLACE else i for i in self._inputs]
+        args, kwargs = tree_unflatten(leaves, self._in_tree)
+        return args, kwargs
+
+
+_PLACE = object()
+# Gives a tap a place in the graph where neither input nor output requires gradients.
+ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a layer's outputs; see Note [How a layer is tapped]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, use: Use, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.num_inputs = len(tensors) - num_outputs
+        ctx.save_for_backward(*tensors[num_outputs:])
+        return tuple(t.detach() for t in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        return (None, None, None, *grads, *([None] * ctx.num_inputs))
+
+
+class _TapOne(torch.autograd.Function):
+    """:class:`Tap` for one input and one output, which takes less time."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, use: Use, output: Tensor, x: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(x)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        return None, None, grads[0], None
+
+
+tap_one = direct_apply(_TapOne)
