@@ -107,7 +107,8 @@ def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if is_fsdp(inner):
-        state = dcp.get_model_state_dict(inner, options=dcp.StateDictOptions(full_state_dict=True))
+        options = dcp.StateDictOptions(full_state_dict=True)
+        state = dcp.get_model_state_dict(inner, options=options)  # type: ignore[arg-type]
         return {name: _to_cpu(value) for name, value in state.items()}
     owner = module if isinstance(module, nn.Module) else inner
     return owner.state_dict(**kwargs)
@@ -117,7 +118,8 @@ def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any])
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if is_fsdp(inner):
-        dcp.set_model_state_dict(inner, state, options=dcp.StateDictOptions(full_state_dict=True))
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_model_state_dict(inner, state, options=options)  # type: ignore[arg-type]
     else:
         inner.load_state_dict(state, **kwargs)
 
@@ -157,7 +159,8 @@ def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]
     if not is_fsdp(inner):
         return optimizer.state_dict()
     options = dcp.StateDictOptions(full_state_dict=True)
-    state = dcp.get_optimizer_state_dict(inner, optimizer.original_optimizer, options=options)
+    plain: Any = inner  # is_fsdp has told mypy that it is no Module
+    state = dcp.get_optimizer_state_dict(plain, optimizer.original_optimizer, options=options)
     return _to_cpu(state)  # type: ignore[no-any-return]
 
 
@@ -198,7 +201,7 @@ def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _close(a: Any, b: Any) -> bool:
-    first, second = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    first, second = (torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in (a, b))
     return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
 
 

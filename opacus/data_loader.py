@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     default_collate,
@@ -153,7 +154,8 @@ class CollateFnWithEmpty:
             "A list of tensors is used; pass `dataset` if the other batches are not like that."
         )
         shapes, dtypes = self.sample_empty_shapes or (), self.dtypes or ()
-        return [torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=False)]  # type: ignore
+        kinds: Any = zip(shapes, dtypes, strict=False)
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
 
 
 def wrap_collate_with_empty(
@@ -178,7 +180,63 @@ def wrap_collate_with_empty(
     )
 
 
-class DPDataLoader(DataLoader[Any]):
+class HostLoader(DataLoader[Any]):
+    """A `DataLoader` that draws where its generators are, whatever the default device is.
+
+    Torch's own draws on the default device: after `torch.set_default_device("cuda")` it fails with
+    a generator on the CPU, and shuffles with none on the GPU only.
+    """
+
+    @property
+    def _index_sampler(self) -> Any:
+        sampler = super()._index_sampler
+        return _OnDevice(sampler, _device_of(generator_of(sampler) or self.generator))
+
+    def __iter__(self) -> Any:
+        with torch.device(_device_of(self.generator)):  # of the seed of the workers
+            return super().__iter__()
+
+
+class _OnDevice(Sampler[Any]):
+    """`sampler`, which finds `device` to be the default one."""
+
+    def __init__(self, sampler: Any, device: torch.device) -> None:
+        self.sampler, self.device = sampler, device
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.device(self.device):
+            return self._draw(iter(self.sampler))
+
+    def _draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with torch.device(self.device):
+                item = next(drawn, _END)
+            if item is _END:
+                return
+            yield item
+
+
+_END = object()
+
+
+def generator_of(sampler: Any) -> torch.Generator | None:
+    """The generator of a sampler, or of the one that it draws from."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return None
+
+
+def _device_of(generator: torch.Generator | None) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device
+
+
+class DPDataLoader(HostLoader):
     """A `DataLoader` that samples by Poisson sampling and copes with empty batches.
 
     Guarantee: each sample is in each batch with probability `sample_rate`, independently of the
@@ -378,7 +436,7 @@ def switch_generator(
             "must be a BatchSampler or a Poisson sampler"
         )
     settings = {**loader_settings(data_loader), "generator": generator}
-    return DataLoader(data_loader.dataset, batch_sampler=batch_sampler, **settings)
+    return HostLoader(data_loader.dataset, batch_sampler=batch_sampler, **settings)
 
 
 def _with_generator(sampler: Any, generator: torch.Generator | None) -> Any:

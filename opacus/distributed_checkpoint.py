@@ -232,9 +232,9 @@ class Checkpointer:
             if rank == 0:
                 torch.save(self._shared_state(extra), path / _SHARED)
         with _quiet():
-            dcp.save(
+            dcp.save(  # type: ignore[attr-defined]
                 self._tensors(),
-                storage_writer=dcp.FileSystemWriter(path),
+                storage_writer=dcp.FileSystemWriter(path),  # type: ignore[attr-defined]
                 no_dist=files.rank_and_size()[1] == 1,
             )
         own = [path / _rank_file(rank), *path.glob(f"__{rank}_*")]
@@ -341,9 +341,9 @@ class Checkpointer:
             optimizer.original_optimizer.state.clear()
         tensors = self._tensors(with_optimizer=has_optimizer)
         with _quiet():
-            dcp.load(
+            dcp.load(  # type: ignore[attr-defined]
                 tensors,
-                storage_reader=dcp.FileSystemReader(path),
+                storage_reader=dcp.FileSystemReader(path),  # type: ignore[attr-defined]
                 no_dist=files.rank_and_size()[1] == 1,
             )
         set_model_state_dict(self._module, tensors["model"])
@@ -425,7 +425,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _check_model(path: Path, module: nn.Module) -> None:
     """Refuse a checkpoint of another model."""
-    metadata: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader: Any = dcp.FileSystemReader(path)  # type: ignore[attr-defined]
+    metadata = reader.read_metadata().state_dict_metadata
     saved = {
         name.removeprefix("model."): tuple(about.size)
         for name, about in metadata.items()

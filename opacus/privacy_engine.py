@@ -381,7 +381,7 @@ class PrivacyEngine:
         optimizer: Optimizer,
         noise_multiplier: float,
         max_grad_norm: float | list[float],
-        expected_batch_size: int,
+        expected_batch_size: int | float,
         loss_reduction: str = "mean",
         distributed: bool = False,
         clipping: str = "flat",

@@ -140,7 +140,7 @@ def _choose_grid(
     with a probability that `delta_error` pays for (theorem 5.5 of arXiv 2106.02848, by Hoeffding).
     That holds for any spacing, so too large a grid is made coarser and its error reported.
     """
-    from scipy.fft import next_fast_len
+    from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
     from opacus.accountants.analysis.prv.domain import (
         MARGIN,

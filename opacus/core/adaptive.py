@@ -60,7 +60,7 @@ def private_fraction(
         layout: Where the samples are.
         device: Device for the reduction.
     """
-    value = torch.tensor([count], device=device)
+    value = torch.tensor([count], dtype=torch.float32, device=device)
     if layout.draws_shared_noise():
         value = value + gaussian(std, value, layout.generator, layout.secure_mode)
     if layout.world_size > 1:

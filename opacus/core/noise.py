@@ -170,10 +170,7 @@ class ShardedNoise:
 
     def _base_seed(self, device: torch.device) -> int:
         if self._base is None:
-            source = self.generator
-            seed = torch.randint(
-                2**62, (1,), generator=source, device=source.device if source else "cpu"
-            ).to(device)
+            seed = torch.tensor([draw_seed(self.generator)], device=device)
             if dist.is_initialized():
                 dist.broadcast(seed, 0)
             self._base = int(seed)
@@ -190,6 +187,15 @@ def _add_noise(std: float, shards: list[Tensor], stream: torch.Generator) -> Non
     parts = noise.normal_(0.0, std, generator=stream).split(sizes)
     views = [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
     torch._foreach_add_(shards, views)
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed in [0, 2^62) for another generator; from the global one of the CPU if ``None``.
+
+    Not from the one of the default device, which may be another one.
+    """
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (1,), generator=generator, device=device))
 
 
 def fold(seed: int, stream: int) -> int:

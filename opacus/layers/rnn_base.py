@@ -348,7 +348,7 @@ def _rows_running(lengths: Tensor, x: Tensor) -> list[Tensor | None]:
 def _pack_like(packed: PackedSequence, x: Tensor) -> PackedSequence:
     """Pack ``x`` ``[B, T, *]``, samples in order, as ``packed`` is packed."""
     in_data_order = apply_permutation(x, 0, packed.sorted_indices)
-    positions = torch.arange(x.shape[0])
+    positions = torch.arange(x.shape[0], device=packed.batch_sizes.device)
     lengths = (packed.batch_sizes > positions.unsqueeze(1)).sum(dim=1)
     data = pack_padded_sequence(in_data_order, lengths, batch_first=True).data
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from opacus.data_loader import CollateFnWithEmpty, loader_settings, wrap_collate_with_empty
+from opacus.data_loader import (
+    CollateFnWithEmpty,
+    HostLoader,
+    loader_settings,
+    wrap_collate_with_empty,
+)
 from opacus.utils.sharding import ShardedBatchSampler, communication_device
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -123,8 +128,8 @@ class BatchSplittingSampler(Sampler[list[int]]):
         # All batches are drawn at once: a collective in the middle of an epoch would depend on how
         # far workers prefetch, and would get into the way of the model's collectives.
         batches = [_as_list(batch) for batch in self.sampler]
-        parts = torch.tensor([self._parts(len(batch)) for batch in batches], dtype=torch.int64)
-        parts = parts.to(communication_device())
+        own = [self._parts(len(batch)) for batch in batches]
+        parts = torch.tensor(own, dtype=torch.int64, device=communication_device())
         dist.all_reduce(parts, op=dist.ReduceOp.MAX)
         return zip(batches, parts.tolist(), strict=True)
 
@@ -141,7 +146,7 @@ def _as_list(batch: Any) -> list[int]:
     return batch.tolist() if hasattr(batch, "tolist") else list(batch)
 
 
-class PhysicalBatchLoader(DataLoader[Any]):
+class PhysicalBatchLoader(HostLoader):
     """Signals to the optimizer when it delivers a batch, however far workers have prefetched.
 
     One pass over the loader is live at a time. A pass that is left early (break, an exception, the

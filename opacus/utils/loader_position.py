@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from opacus.core.noise import draw_seed
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.random_state import set_torch_state, torch_state
 from opacus.utils.sharding import ShardedBatchSampler
@@ -90,8 +91,8 @@ class LoaderPosition:
     def sources(self) -> list[torch.Generator]:
         """Generators that the sampler draws from."""
         inner = getattr(self._sampler, "batch_sampler", None)
-        owners = (self._sampler, getattr(self._sampler, "sampler", None), inner)
-        owners = (*owners, getattr(inner, "sampler", None))
+        outer, innermost = getattr(self._sampler, "sampler", None), getattr(inner, "sampler", None)
+        owners = (self._sampler, outer, inner, innermost)
         found: list[torch.Generator] = []
         for owner in owners:
             generator = getattr(owner, "generator", None)
@@ -227,6 +228,4 @@ def _give_own_generator(
     source = sampler.generator
     if source is not None and source is not noise:
         return
-    device = None if source is None else source.device
-    seed = int(torch.randint(2**62, (), generator=source, device=device))
-    sampler.generator = torch.Generator().manual_seed(seed)
+    sampler.generator = torch.Generator().manual_seed(draw_seed(source))

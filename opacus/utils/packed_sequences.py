@@ -40,7 +40,7 @@ def _gen_packed_data(
         batch_first: Whether the data is laid out ``[B, T, *]`` before it is packed.
         sorted_: Whether the sequences are sorted by length before they are packed.
     """
-    lengths = torch.randint(1, max_seq_length + 1, (minibatch_size,))
+    lengths = torch.randint(1, max_seq_length + 1, (minibatch_size,), device="cpu")
     if sorted_:
         lengths = lengths.sort(descending=True).values
     steps = int(lengths.max())

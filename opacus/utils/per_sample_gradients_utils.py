@@ -144,7 +144,7 @@ def compute_opacus_grad_sample(
         model = ModelWithLoss(private, loss_reduction)
         model.zero_grad()
         model(x).backward()
-    return {name: p.grad_sample for name, p in trainable_parameters(private._module)}
+    return {name: p.grad_sample for name, p in trainable_parameters(private._module)}  # type: ignore[attr-defined]
 
 
 def compute_grad_samples_microbatch_and_opacus(

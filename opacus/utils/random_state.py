@@ -59,7 +59,8 @@ class RandomState:
 
     def state(self) -> State:
         """The state, as types that `torch.load(weights_only=True)` reads."""
-        name, keys, *rest = np.random.get_state()  # type: ignore[misc]
+        legacy: Any = np.random.get_state()
+        name, keys, *rest = legacy
         return {
             "torch": torch_state(),
             "numpy": [str(name), keys.tolist(), *rest],

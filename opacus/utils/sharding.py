@@ -22,8 +22,14 @@ from torch.utils.data import (
 
 from opacus.core.data_layout import check_data_layout
 from opacus.core.modes import Mode
+from opacus.core.noise import draw_seed
 from opacus.core.ranks import ModelRanks
-from opacus.data_loader import loader_settings, switch_generator, wrap_collate_with_empty
+from opacus.data_loader import (
+    HostLoader,
+    loader_settings,
+    switch_generator,
+    wrap_collate_with_empty,
+)
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     SystemGenerator,
@@ -98,7 +104,7 @@ def shard_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
         collate_fn=data_loader.collate_fn, dataset=data_loader.dataset
     )
     sampler = ShardedBatchSampler(whole, ranks, dist.get_rank())
-    return DataLoader(data_loader.dataset, batch_sampler=sampler, **settings)
+    return HostLoader(data_loader.dataset, batch_sampler=sampler, **settings)
 
 
 def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -151,7 +157,7 @@ def follow_mesh(data_loader: DataLoader[Any], ranks: ModelRanks) -> None:
 
 def shared_generator(generator: torch.Generator | None) -> torch.Generator:
     """A generator in the same state on all ranks, seeded from rank 0's `generator`."""
-    seed = torch.randint(2**62, (1,), generator=generator).to(communication_device())
+    seed = torch.tensor([draw_seed(generator)], device=communication_device())
     dist.broadcast(seed, src=0)
     return torch.Generator().manual_seed(int(seed))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from opacus.core.noise import fold
+from opacus.core.noise import draw_seed, fold
 
 # torch.rand draws fp32 multiples of 2^-24.
 _UNIFORM_UNIT = 2.0**-24
@@ -90,7 +90,7 @@ class SystemGenerator(torch.Generator):
 def _uniforms(count: int, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
     if isinstance(generator, SystemGenerator):
         return generator.uniforms(count, dtype)
-    device = None if generator is None else generator.device
+    device = "cpu" if generator is None else generator.device  # whatever the default device is
     return torch.rand(count, dtype=dtype, generator=generator, device=device)
 
 
@@ -217,14 +217,13 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         if not self.shuffle:
             return np.arange(self.rank, self.total_size, self.num_replicas)
         order = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-        dealt = torch.randperm(self.total_size, generator=order)
+        dealt = torch.randperm(self.total_size, generator=order, device="cpu")
         return dealt[self.rank :: self.num_replicas].numpy()
 
     def _coins(self) -> torch.Generator:
         """This rank's own stream for one iteration."""
         if isinstance(self.generator, SystemGenerator):
             return self.generator
-        device = None if self.generator is None else self.generator.device
-        seed = torch.randint(2**62, (), generator=self.generator, device=device)
+        seed = draw_seed(self.generator)
         stream = self.epoch * self.num_replicas + self.rank
-        return torch.Generator().manual_seed(fold(int(seed) + self.shuffle_seed, stream))
+        return torch.Generator().manual_seed(fold(seed + self.shuffle_seed, stream))

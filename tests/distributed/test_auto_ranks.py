@@ -160,7 +160,7 @@ def test_ranks_choose_the_same_and_the_numbers_are_right(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", "dpddp"])
 def test_two_gpus(layout: str) -> None:
     known, chosen = LAYOUTS[layout]
-    if triton_is_installed():
+    if triton_is_installed() and layout != "fsdp":  # why not there: auto._kernels
         chosen = chosen.replace("ghost", "flash")
     check(layout, [r[layout] for r in results_of("nccl", ("fsdp", "dpddp"))], known, chosen)
 

@@ -233,7 +233,7 @@ def test_what_is_restored_matters(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 def test_two_gpus(tmp_path: Path) -> None:
-    names = ["sharded", "physical batches", "DDP"]
+    names = ["sharded", "physical batches", "shuffled", "DDP"]
     for of_rank in run_distributed(
         uninterrupted_and_resumed, 2, str(tmp_path), names, timeout=120, backend="nccl"
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr  # type: ignore[import-untyped]
 
 from opacus.accountants.history import (
     check_delta,

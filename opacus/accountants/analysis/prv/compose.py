@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.fft import irfft, rfft
+from scipy.fft import irfft, rfft  # type: ignore[import-untyped]
 
 from opacus.accountants.analysis.prv.prvs import DiscretePRV
 

@@ -10,7 +10,7 @@ import math
 from typing import Any, Protocol
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import ndtr  # type: ignore[import-untyped]
 
 from opacus.accountants.analysis.prv.domain import Domain
 from opacus.accountants.analysis.rdp import compute_rdp
