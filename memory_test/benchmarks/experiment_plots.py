@@ -26,8 +26,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "experiments"
 # A line needs lengths; without them bars are left.
 LINES = ("time", "memory", "memory_vs_time")
 BARS = ("overhead", "deferred_vs_immediate", "phases", "memory_breakdown")
-# One step in one backward pass, and one card: files from before there were series.
-EARLIER = ("2026-11-28_h200x2_one_pass_1b", "2026-11-28_h200_single_one_pass_1b 1")
+# One step in one backward pass, and one card: files beside those of series.
+EARLIER = ("2026-11-28_h200x2_one_pass_1b_later", "2026-11-28_h200_single_against_opacus")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from memory_test.benchmarks import experiment_plots, measured
+from memory_test.benchmarks import experiment_plots, measured, rival_tables
 from memory_test.benchmarks.measured import OURS, Pair
 from memory_test.common.comparison import (
     Group,
@@ -41,6 +41,8 @@ class Expectation:
         return length and pair.model in self.models and not pair.adapters
 
 
+# End of the names of files in which deferred norms took as much memory as they liked.
+BEFORE_BUDGET = "x2_ghost_fsdp_1b"
 SMALL, MIDDLE, LARGE = ("gpt2",), ("llama3-1b", "llama3-3b"), ("llama3-8b",)
 EXPECTED = (
     Expectation("< 500M", SMALL, 2048, 1.2, 1.2),
@@ -60,11 +62,11 @@ def expectations_table() -> str:
         promised = f"{one.low}x" + (f" to {one.high}x" if one.high > one.low else "")
         tokens = f"{one.tokens}{' or more' if one.or_more else ''}"
         rows.append((one.size, tokens, promised, span(found), verdict(found, one.low)))
-    growth = [pair.growth for pair in pairs]
-    held = sum(g < 0.05 for g in growth)
-    rows.append(
-        ("memory, all pairs", "", "less than +5%", span(growth, "{:+.1%}"), _of(held, growth))
-    )
+    since = [pair for pair in pairs if not pair.file.endswith(BEFORE_BUDGET)]
+    for which, some in (("all pairs", pairs), ("pairs since there is a budget", since)):
+        growth = [pair.growth for pair in some]
+        held = _of(sum(g < 0.05 for g in growth), growth)
+        rows.append((f"memory, {which}", "", "less than +5%", span(growth, "{:+.1%}"), held))
     return table(("parameters", "tokens", "expected", "measured", "verdict"), rows) + "\n"
 
 
@@ -144,6 +146,8 @@ def runs() -> str:
     """All runs of all series."""
     parts = []
     for name, bundle in measured.bundles().items():
+        if not bundle["results"] and not bundle["failures"]:
+            continue
         parts += [f"### {name}", f"{bundle['what']}. {_versions(bundle)}"]
         for group in groups_of(bundle):
             parts += [f"**{group.title}**", runs_table(group)]
@@ -289,4 +293,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "norm-phases": norm_phases,
     "norm-shares": norm_shares,
     "norm-cost": norm_cost,
+    **rival_tables.AGAINST_OPACUS,
 }

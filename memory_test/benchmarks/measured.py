@@ -134,10 +134,10 @@ def deferred_pairs() -> list[Pair]:
         and one.package == other.package == OURS
         and one.mode == other.mode and one.is_like(other)
     ]  # fmt: skip
-    return pairs + [_in_turn(name, row) for name, row in _rounds_in_turn()]
+    return pairs + [_in_turn(name, row) for name, row in rounds_in_turn()]
 
 
-def _rounds_in_turn() -> Iterator[tuple[str, dict[str, Any]]]:
+def rounds_in_turn() -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of ``test_deferred_norm.py``, and the names of their files."""
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks import experiment_tables, scale_check, step_results
+from memory_test.benchmarks import experiment_tables, rival_tables, scale_check, step_results
 from memory_test.common.results import write_text
 from opacus.scale import SHAPES, Run, predict, rates_of
 
@@ -103,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary_table,
     "scale": scale_table,
     **experiment_tables.TABLES,
+    **rival_tables.AIMS,
 }
 
 

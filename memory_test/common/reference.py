@@ -61,6 +61,6 @@ def measure_with(
     if not runtime.is_main:
         return {}
     if not output.is_file():
-        print(f"  the reference in {folder} failed:\n{done.stderr[-1500:]}")
+        print(f"  the reference in {folder} failed:\n{done.stderr[-6000:]}")
         return {}
     return json.loads(output.read_text())

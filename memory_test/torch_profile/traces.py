@@ -146,9 +146,11 @@ def _overlaps(complete: list[Event]) -> list[str]:
 
 
 def _loose_flows(events: list[Event]) -> list[str]:
+    """Arrows from nowhere; those to a kernel whose launch is there are drawn by its number."""
     ends = Counter((e.get("cat"), e.get("id")) for e in events if e.get("ph") == "f")
     starts = {(e.get("cat"), e.get("id")) for e in events if e.get("ph") == "s"}
-    loose = [key for key in ends if key not in starts]
+    launched = {correlation(e) for e in events if e.get("cat") in LAUNCHES}
+    loose = [key for key in ends if key not in starts and key[1] not in launched]
     return [f"{len(loose)} arrows end without a start"] if loose else []
 
 
