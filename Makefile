@@ -1,4 +1,4 @@
-# `make help` lists the targets. Each sets up what it needs; `python3` must be 3.10 or newer.
+# `make help` lists the targets. Each sets up what it needs; `python3` must be 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(READY): requirements.txt setup.py pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed (the package itself runs on 3.10)" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . || \

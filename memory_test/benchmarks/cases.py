@@ -120,6 +120,11 @@ TARGETS: dict[Cell, tuple[float, float]] = {
     Cell(1, 4096): (1.20, 1.10),
     Cell(4, 1024): (1.20, 1.45),
 }
+# The same of others: model, cards, size. One card has no target for memory.
+OTHER_TARGETS: dict[tuple[str, int, Cell], tuple[float, float | None]] = {
+    ("llama3-3b", 2, Cell(2, 4096)): (1.10, 1.05),
+    ("llama3-1b", 1, Cell(1, 4096)): (1.08, None),
+}
 
 _FSDP = ways_of("ghost_fsdp_bk,flash_fsdp_bk")
 _SINGLE = ways_of("ghost_bk,flash_bk,ghost,hooks")

@@ -102,13 +102,15 @@ def measure(
         operations.append(count(lambda c=contender: c.step(ids)))  # type: ignore[misc]
     gc.collect()
     gc.freeze()
-    for _ in range(iters):
-        for contender, taken in zip(contenders, times, strict=True):
-            runtime.barrier()
-            start = time.process_time()
-            contender.step(ids)
-            taken.append((time.process_time() - start) * 1e3)
-    gc.unfreeze()
+    try:
+        for _ in range(iters):
+            for contender, taken in zip(contenders, times, strict=True):
+                runtime.barrier()
+                start = time.process_time()
+                contender.step(ids)
+                taken.append((time.process_time() - start) * 1e3)
+    finally:
+        gc.unfreeze()
     layers = sum(1 for m in contenders[0].model.modules() if m._parameters)
     return [
         _row(setting, way, taken, done, layers, first=(times[0], operations[0]))

@@ -181,7 +181,7 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
             if row["status"] != "ok" or cell["lora_rank"] or "compiled" in row["mode"]:
                 continue
             yield Cell(
-                call=f"{name} {cell['wrapping']} {cell['checkpointing']}",
+                call=name + _kind(cell),
                 gpus=found["world"],
                 card=short(found["device"]),
                 model=cell["model"],
@@ -193,6 +193,11 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
                 ms=row["ms"]["median"],
                 peak_gb=row["peak_gb"],
             )
+
+
+def _kind(cell: dict[str, Any]) -> str:
+    words = ("leaves" * (cell["wrapping"] == "leaves"), "checkpointing" * cell["checkpointing"])
+    return "".join(f" {word}" for word in words if word)
 
 
 def _of_row(name: str, found: dict[str, Any], row: dict[str, Any]) -> Cell:

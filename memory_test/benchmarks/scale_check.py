@@ -4,7 +4,8 @@
 
 Reads all files of ``memory_test/results``, of this benchmark and of earlier ones. How fast a host
 launches kernels differs by 30% between machines; it is taken from one cell of each file, the
-non-private step with the fewest tokens, which therefore is no check of the time.
+non-private step with the fewest tokens, which therefore is no check of the time, unless the device
+alone is predicted to take as long.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from memory_test.common.results import is_bundle
 from opacus.scale import MODES as MODELLED
 from opacus.scale import SHAPES, Rates, Run, predict, rates_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+SERIES = "experiments"  # the folder in it
 TOLERANCE = 0.15
 # Cells by which rates.json was fitted: file, mode, batch, tokens.
 SECOND = "2026-11-28_h200x2_one_pass_1b_second"
@@ -66,11 +69,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Compared:
-    """A cell and its prediction: relative errors, positive where the prediction is too large."""
+    """A cell and its prediction: relative errors, positive where the prediction is too large.
+
+    Attributes:
+        measured: The cell.
+        ms, peak_gb: What is predicted.
+        host_bound: Whether the host is predicted to set the pace.
+    """
 
     measured: Measured
     ms: float
     peak_gb: float
+    host_bound: bool = False
 
     @property
     def time_error(self) -> float:
@@ -84,24 +94,36 @@ class Compared:
 
 
 def compare_all(folder: Path = RESULTS) -> list[Compared]:
-    """All measured cells that the model covers, file by file."""
-    return [one for path in sorted(folder.glob("*.json")) for one in compare_file(path)]
+    """All measured cells that the model covers, file by file, series last."""
+    paths = [*sorted(folder.glob("*.json")), *sorted((folder / SERIES).glob("*.json"))]
+    return [one for path in paths for one in compare_file(path)]
 
 
 def compare_file(path: Path) -> list[Compared]:
     """The cells of one file, with its host's speed taken from one of them."""
     cells = list(cells_of(path))
-    plain = [c for c in cells if not c.run.private and not c.run.checkpointing]
+    plain = [c for c in cells if not c.run.private]
     if not plain:
         return []
-    first = min(plain, key=lambda c: (c.run.shape.parameters, c.run.tokens_here, c.run.tokens))
-    rates = replace(rates_of(first.card), host_seconds_of_block=_host_speed(first))
+    first = min(plain, key=_size)
+    rates = rates_of(first.card)
+    known = predict(first.run, rates).duration
+    # A step that takes as long as its device needs says nothing about the host.
+    tells = known.bound_by == "host" or known.step * 1e3 < (1 - TOLERANCE) * first.ms
+    if tells:
+        rates = replace(rates, host_seconds_of_block=_host_speed(first))
     compared = []
     for cell in cells:
-        marked = replace(cell, calibrates=cell is first)
+        marked = replace(cell, calibrates=tells and cell is first)
         found = predict(cell.run, rates)
-        compared.append(Compared(marked, found.duration.step * 1e3, found.memory.peak / 2**30))
+        time, peak = found.duration, found.memory.peak / 2**30
+        compared.append(Compared(marked, time.step * 1e3, peak, time.bound_by == "host"))
     return compared
+
+
+def _size(cell: Measured) -> tuple[bool, int, int, int]:
+    run = cell.run
+    return run.checkpointing, run.shape.parameters, run.tokens_here, run.tokens
 
 
 def _host_speed(cell: Measured) -> float:
@@ -116,7 +138,9 @@ def cells_of(path: Path) -> Iterator[Measured]:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         return
-    if "cells" in found:
+    if is_bundle(found):
+        yield from _of_series(path.stem, found)
+    elif "cells" in found:
         yield from _of_steps(path.stem, found)
     elif "rows" in found:
         yield from _of_earlier(path.stem, found)
@@ -151,6 +175,20 @@ def _of_earlier(name: str, found: dict[str, Any]) -> Iterator[Measured]:
             yield Measured(name, card, run, row["ms"], row["peak_gb"])
 
 
+def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
+    for result in found["results"]:
+        card, config = _card(result["device"]), result["config"]
+        plain = not config["lora_rank"] and config["optimizer"] == "sgd"
+        if not (card and plain) or result["model"] not in SHAPES:
+            continue
+        cell = {"batch": result["batch_size"], "tokens": result["seq_length"]}
+        mode = "no_dp" if result["mode"] == "no_dp_single" else result["mode"]
+        run = _run(result["model"], result["num_gpus"], cell, mode, bool(result["deferred"]),
+                   config["checkpointing"])  # fmt: skip
+        if run is not None:
+            yield Measured(name, card, run, result["median_time_ms"], result["peak_memory_gb"])
+
+
 def _run(
     model: str, world: int, cell: dict[str, Any], mode: str, deferred: bool, checkpointing: bool
 ) -> Run | None:
@@ -171,8 +209,8 @@ def misses(compared: Sequence[Compared]) -> list[Compared]:
 def markdown(compared: Sequence[Compared]) -> str:
     """A table of all cells; misses in bold, cells that were fitted marked."""
     lines = [
-        "| file | cards | cell | mode | ms | predicted | error | GiB | predicted | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| file | cards | cell | mode | pace | ms | predicted | error | GiB | predicted | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in compared:
         cell = one.measured
@@ -180,11 +218,17 @@ def markdown(compared: Sequence[Compared]) -> str:
         time = _percent(one.time_error) + (" (fitted)" if cell.fitted else "")
         mode = run.mode + "+deferred" * run.deferred
         lines.append(
-            f"| {cell.file} | {run.gpus} {cell.card} | {run.batch}x{run.tokens} | `{mode}` "
-            f"| {cell.ms:.0f} | {one.ms:.0f} | {time} "
+            f"| {cell.file} | {run.gpus} {cell.card} | {_cell(run)} | `{mode}` "
+            f"| {'host' if one.host_bound else 'device'} | {cell.ms:.0f} | {one.ms:.0f} | {time} "
             f"| {cell.peak_gb:.1f} | {one.peak_gb:.1f} | {_percent(one.memory_error)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _cell(run: Run) -> str:
+    name = next(name for name, shape in SHAPES.items() if shape == run.shape)
+    again = " checkpointing" * run.checkpointing
+    return f"{name.removeprefix('llama3-')} {run.batch}x{run.tokens}{again}"
 
 
 def _percent(error: float) -> str:

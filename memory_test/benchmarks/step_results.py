@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memory_test.benchmarks.cases import EAGER, TARGETS, Cell
+from memory_test.benchmarks.cases import EAGER, OTHER_TARGETS, TARGETS, Cell
 from memory_test.benchmarks.step_timing import Taken
 from memory_test.common.failures import UsageError
 
@@ -206,10 +206,11 @@ def _aimed(row: dict[str, Any], key: str, aim: float | None) -> str:
 def _targets(
     cell: dict[str, Any], row: dict[str, Any], world: int
 ) -> tuple[float | None, float | None]:
-    single_backward = row["mode"].endswith("_fsdp_bk") and row["package"] == "this package"
-    plain = cell["wrapping"] == "blocks" and not cell["lora_rank"]
-    known = cell["model"] == "llama3-1b" and world == 2 and not cell["checkpointing"]
+    single_backward = row["mode"].endswith("_bk") and row["package"] == "this package"
+    plain = cell["wrapping"] != "leaves" and not cell["lora_rank"] and not cell["checkpointing"]
+    if not (single_backward and plain):
+        return None, None
     size = Cell(cell["batch"], cell["tokens"])
-    if single_backward and plain and known and size in TARGETS:
+    if (cell["model"], world) == ("llama3-1b", 2) and size in TARGETS:
         return TARGETS[size]
-    return None, None
+    return OTHER_TARGETS.get((cell["model"], world, size), (None, None))

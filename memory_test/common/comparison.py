@@ -16,7 +16,8 @@ IDENTITY = ("model", "task", "batch_size", "mode", "seq_length", "deferred", "de
 
 @dataclass(frozen=True)
 class Group:
-    """Results that may be compared: of one model, task, batch size and kind of device.
+    """Results that may be compared: of one model, task, batch size and kind of device, and all with
+    activation checkpointing or all without.
 
     Attributes:
         results: By mode in the order of :data:`HARNESS_MODES`, then by length.
@@ -72,19 +73,30 @@ class Group:
 def group_results(results: Iterable[Result]) -> list[Group]:
     """Comparable results, the latest of each kind."""
     by_key: dict[tuple[Any, ...], list[Result]] = {}
-    for result in latest(results, IDENTITY):
-        key = (result["model"], result["task"], result["batch_size"], result["device"])
-        by_key.setdefault(key, []).append(result)
+    for again, some in _by_checkpointing(results):
+        for result in latest(some, IDENTITY):
+            key = (result["model"], result["task"], result["batch_size"], result["device"], again)
+            by_key.setdefault(key, []).append(result)
     groups = []
-    for (model, task, batch, device), rows in sorted(by_key.items()):
+    for (model, task, batch, device, again), rows in sorted(by_key.items()):
         rows.sort(key=lambda r: (mode_order(r["mode"]), r["seq_length"], r["deferred"]))
         many = " and ".join(map(str, sorted({r["num_processes"] for r in rows})))
         unit = "process" if device.startswith("CPU") else "GPU"
         slug = f"{model.replace('/', '_')}_{task}_B{batch}_{_word(device)}"
         samples = f"{batch} sample{'s' if batch > 1 else ''} a {unit}"
         title = f"{model.split('/')[-1]}, {samples}, {many} × {device}"
+        if again:
+            slug, title = f"{slug}_checkpointing", f"{title}, checkpointing"
         groups.append(Group(rows, slug, title))
     return groups
+
+
+def _by_checkpointing(results: Iterable[Result]) -> list[tuple[bool, list[Result]]]:
+    """Results without activation checkpointing, and those with it."""
+    found: dict[bool, list[Result]] = {False: [], True: []}
+    for result in results:
+        found[bool(result.get("config", {}).get("checkpointing"))].append(result)
+    return list(found.items())
 
 
 def ordered(modes: Iterable[str]) -> list[str]:

@@ -13,21 +13,24 @@ Note [Parameters through one node]
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.tap import ANCHOR
+from opacus.core.tap import ANCHOR, Use
 from opacus.core.torch_internals import TakenOff, put_back, take_off
 
 if TYPE_CHECKING:
-    from opacus.core.recorder import ForwardPass, Layer
+    from opacus.core.recorder import ForwardPass, Layer, Recorder
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
 WholeSink = Callable[["ForwardPass", dict[str, Tensor]], None]
+# What stands for a parameter: a module's parameters, the name, the parameter, its alias.
+Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
 
 
 def lone_sample_from_environment() -> bool:
@@ -48,7 +51,9 @@ class LoneSample:
     Guarantee: the gradient handed on is that of one loss with respect to all trainable
     parameters, so clipping it bounds the sample's whole contribution. It starts only after a
     step with taps has shown that the model's inputs tell the number of samples; a loss
-    of another number of samples is refused before anything is summed.
+    of another number of samples is refused before anything is summed, and so are more rows
+    in the layers that ran first and last in that step: losses of several samples may look
+    like those of one sample's positions.
 
     Args:
         layers: The tapped layers: all that own trainable parameters.
@@ -63,12 +68,14 @@ class LoneSample:
         self._layers = layers
         self._handles = handles
         self._sink = sink
+        self._off_duty = handles  # those that are taken off
         self._proven = False
         # Why batches of one sample are tapped like others; ``None`` if they are not.
         self.ruled_out: str | None = None
-        # What stands for parameters now: (a module's parameters, the name, the parameter).
-        self._replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._replaced: list[Place] = []
         self._off: TakenOff = []
+        # Forward passes whose graphs are not gone yet.
+        self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
 
     @property
     def ready(self) -> bool:
@@ -83,17 +90,28 @@ class LoneSample:
         """A step of ``samples`` losses with taps has gone well, on these forward passes."""
         if self._proven or self.ruled_out or not samples or not passes:
             return
-        if {one.batch for one in passes} == {samples}:
-            self._proven = True
-        else:
+        if {one.batch for one in passes} != {samples}:
             self.rule_out("the model's inputs do not tell the number of samples")
+            return
+        self._proven = True
+        used = [name for one in passes for name in one.generation.uses]
+        watched = {*used[:1], *used[-1:]}
+        self._off_duty = [
+            handle
+            for index, handle in enumerate(self._handles)  # two for each layer, before and after
+            if index % 2 == 0 or self._layers[index // 2].spec.name not in watched
+        ]
 
     def takes(self, batch: int | None) -> bool:
         """Whether a batch of so many samples runs without taps."""
         return batch == 1 and self.ready
 
-    def begin(self, forward_pass: ForwardPass) -> None:
-        """The model's forward begins: put the aliases in the places of the parameters."""
+    def begin(self, forward_pass: ForwardPass) -> bool:
+        """The model's forward begins: put the aliases in the places of the parameters.
+
+        Returns:
+            Whether it was done: not inside another private model that has done so.
+        """
         self.end()
         parameters: dict[str, nn.Parameter] = {}
         places = []
@@ -101,30 +119,64 @@ class LoneSample:
             own = layer.module._parameters
             for local, owner in layer.owners.items():
                 parameter = own.get(local)
+                if is_alias(parameter):
+                    return False
                 if parameter is not None and parameter.requires_grad:
                     parameters[owner] = parameter
                     places.append((own, local, owner, parameter))
         if not places:
-            return
+            return False
         use = WholeUse(forward_pass, tuple(parameters), self._sink)
         forward_pass.generation.waiting.add(use)
+        self.alive.add(use)
         aliases = dict(
             zip(parameters, _Aliases.apply(ANCHOR, use, list(parameters.values())), strict=True)
         )
         for own, local, owner, parameter in places:
-            self._replaced.append((own, local, parameter))
+            self._replaced.append((own, local, parameter, aliases[owner]))
             own[local] = aliases[owner]  # type: ignore[assignment]
-        self._off = take_off(self._handles)
+        self._off = take_off(self._off_duty)
+        return True
 
     def end(self) -> None:
-        """The model's forward has ended or failed: the parameters are back in their places."""
+        """The model's forward has ended or failed: the parameters are back in their places.
+
+        What the forward has assigned to ``weight.data``, or put in a parameter's place, stays.
+        """
         put_back(self._off)
         while self._replaced:
-            own, local, parameter = self._replaced.pop()
+            own, local, parameter, alias = self._replaced.pop()
+            if own.get(local) is not alias:
+                continue
             own[local] = parameter
+            if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
+                parameter.data = alias.data
+
+    def ran_for(self, losses: Tensor, recorder: Recorder) -> bool:
+        """Whether the first use of the model that is found in the graph of ``losses`` was bare.
+
+        If there are others too, the losses are refused when their gradients have come.
+        """
+        nodes: list[Any] = [losses.grad_fn] if self.alive else []
+        seen: set[Any] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            use = getattr(node, "use", None)
+            if isinstance(use, WholeUse) and use in self.alive:
+                return True
+            if isinstance(use, Use) and use.recorder is recorder:
+                return False
+            nodes += [before for before, _ in node.next_functions]
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replaced": [], "_off": []}
+        return {**self.__dict__, "_replaced": [], "_off": [], "alive": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, alive=weakref.WeakSet())
 
 
 class WholeUse:
@@ -164,6 +216,15 @@ class _Aliases(torch.autograd.Function):
         return None, None, None
 
 
+def is_alias(parameter: Tensor | None) -> bool:
+    """Whether this stands for a parameter while a private model runs on a lone sample."""
+    return (
+        parameter is not None
+        and not parameter.is_leaf
+        and isinstance(getattr(parameter.grad_fn, "use", None), WholeUse)
+    )
+
+
 def only_whole(waiting: Collection[Any]) -> bool:
     """Whether all forward passes that wait for their backward run without taps."""
-    return bool(waiting) and all(isinstance(use, WholeUse) for use in waiting)
+    return all(isinstance(use, WholeUse) for use in waiting)

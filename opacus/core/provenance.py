@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.row_trail import SampleRows
 from opacus.core.spec import LayerSpec
+from opacus.core.torch_internals import number_of_backward
 
 
 class IndexCheck:
@@ -126,6 +127,64 @@ class IndexCheck:
             "_running": False,
             "follows": False,
         }
+
+
+class RepeatCheck:
+    """Refuses outputs that were repeated for all samples, where one row was used for all of them.
+
+    A table looked up with positions ``[1, T]`` runs once; its output is repeated, so that each
+    sample's gradient comes back in a row of its own. A model that takes the first row (``[0]``,
+    ``view(-1, d)[:T]``) would have the gradients of all samples in the first sample's row. That
+    shows in the backward pass: no other row has a gradient, though other layers' rows have.
+    It is asked until more than one row had a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()  # layers of which it is not known yet
+        self._settled: set[str] = set()
+        self._backward = -1
+        self._others: Tensor | None = None  # [B], which rows of another layer have a gradient
+
+    def repeated(self, spec: LayerSpec) -> None:
+        """The output of a layer was repeated."""
+        if spec.name not in self._settled:
+            self.open.add(spec.name)
+
+    def received(self, spec: LayerSpec, backprops: Tensor, repeated: bool) -> None:
+        """A layer got ``backprops`` ``[B, ...]``; for use while :attr:`open` is not empty.
+
+        Raises:
+            ValueError: All samples' gradients came back in the first row; names the layer.
+        """
+        number = number_of_backward()
+        if number != self._backward:
+            self._backward, self._others = number, None
+        if repeated:
+            self._decide(spec, _nonzero_rows(backprops))
+        elif self._others is None:
+            self._others = _nonzero_rows(backprops)
+
+    def _decide(self, spec: LayerSpec, rows: Tensor) -> None:
+        """Look at which of the repeated rows ``[B]`` have a gradient."""
+        others, self_rows = self._others, rows.tolist()
+        known = others is not None and others.shape == rows.shape
+        if sum(self_rows) > 1:
+            self._settled.add(spec.name)
+            self.open.discard(spec.name)
+        elif sum(self_rows) == 1 and not (known and int(others.sum()) < 2):  # type: ignore[union-attr]
+            raise ValueError(
+                f"{spec} ran once for all {len(self_rows)} samples, and then one row of its output "
+                "was used for all of them ([0] or view(-1, ...), say), so their gradients cannot "
+                "be told apart. Use the output as it is, along with the samples' tensors, give "
+                "the layer one row for each sample (expand), or freeze it"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_others": None}
+
+
+def _nonzero_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(len(tensor), -1).any(1) if tensor.numel() else tensor.new_zeros(0)
 
 
 def _is_compiled(model: nn.Module | None) -> bool:

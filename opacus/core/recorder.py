@@ -34,13 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
-from opacus.core.provenance import IndexCheck, batch_of
+from opacus.core.lone_sample import LoneSample, WholeUse, is_alias, only_whole
+from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
-from opacus.core.tap import ANCHOR, Tap, Use, tap_one
-from opacus.core.torch_internals import under_functorch
+from opacus.core.tap import ANCHOR, Tap, Use, prepared, tap_one, to_front
+from opacus.core.torch_internals import number_of_backward, under_functorch
 
 
 @dataclass(eq=False)
@@ -177,6 +177,7 @@ class Recorder:
         self.lone: LoneSample | None = None
         self.bare = False  # whether layers run without taps now
         self.indices = IndexCheck(layer.spec for layer in layers)
+        self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
@@ -232,12 +233,22 @@ class Recorder:
     # --- forward ---
 
     def active(self, module: nn.Module) -> bool:
-        return self.enabled and not self.bare and module.training and torch.is_grad_enabled()
+        """Whether the layer is tapped if it runs now."""
+        if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
+            return False
+        return self.lone is None or not self._recomputes_lone_sample()
+
+    def _recomputes_lone_sample(self) -> bool:
+        """Whether a checkpoint runs layers again, in a backward pass that is not ours."""
+        elsewhere = self._current is None and not self.in_backward
+        return elsewhere and number_of_backward() >= 0 and self.only_lone_samples_wait()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.in_backward or not self.enabled:
+        if self.in_backward:
             return
         self.end_lone()  # of a forward pass that was interrupted
+        if not self.enabled:
+            return
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
@@ -245,9 +256,9 @@ class Recorder:
         self.latest_batch = batch
         if self.batch_first:
             self.indices.begin((args, kwargs), batch, self.active(module), module)
-        if self.lone is not None and self.lone.takes(batch) and self.active(module):
-            self.lone.begin(self._current)
-            self.bare = True
+        lone = self.lone
+        if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
+            self.bare = lone.begin(self._current)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._current = None
@@ -257,13 +268,25 @@ class Recorder:
 
     def end_lone(self) -> None:
         """The model's forward has ended, even by an interruption: all is in its place again."""
+        if self.in_backward:
+            return
         if self.lone is not None:
             self.lone.end()
         self.bare = False
 
     def only_lone_samples_wait(self) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""
-        return self.lone is not None and only_whole(self._generation.waiting)
+        alive = self.lone is not None and bool(self.lone.alive)
+        return alive and only_whole(self._generation.waiting)
+
+    def waiting_batches(self) -> list[int]:
+        """Samples of each forward pass of this generation that waits for its backward."""
+        passes = {use.forward_pass for use in self._generation.waiting}
+        return [one.batch for one in passes if one.batch is not None]
+
+    def ran_bare(self, losses: Tensor) -> bool:
+        """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
+        return self.lone is not None and self.lone.ran_for(losses, self)
 
     def tap(
         self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
@@ -348,6 +371,8 @@ class Recorder:
         time_major = self.batch_dim(use.layer, output.dim()) == 1
         if time_major or any(t.dim() and t.shape[0] != 1 for t in inputs):
             return output
+        use.repeated = True
+        self.repeats.repeated(use.spec)
         return output.expand(batch, *output.shape[1:])
 
     # --- backward ---
@@ -366,14 +391,16 @@ class Recorder:
     def _record(self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         dim = self.batch_dim(layer, grads[0].dim())
-        backprops = [_to_front(g.detach(), dim) for g in grads]
-        inputs = [_to_front(t.detach(), dim) for t in tensors]
+        backprops = [to_front(g.detach(), dim) for g in grads]
+        inputs = [to_front(t.detach(), dim) for t in tensors]
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
+        if self.repeats.open:
+            self.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
             activations: Any = _call(layer.module, *use.rebuild(inputs), dim)
         else:
-            activations = tuple([_prepare(t, dtype, batch) for t in inputs])
+            activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(
             layer=layer,
             spec=use.spec,
@@ -414,7 +441,7 @@ class _LayerHooks:
         kept: dict[str, nn.Parameter] = {}
         for name in self.layer.spec.params:
             parameter = parameters.get(name)
-            if parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
                 kept[name] = parameter
         self._swapped.append(kept)
         for name, parameter in kept.items():
@@ -428,6 +455,7 @@ class _LayerHooks:
             if len(kept) == len(self.layer.spec.params):
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
+            self._note_rows(output)
             return None
         try:
             tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
@@ -443,21 +471,19 @@ class _LayerHooks:
             self.recorder.check_rows(self.layer, (args, kwargs), tapped)
         return tapped
 
+    def _note_rows(self, output: Any) -> None:
+        """Of a layer that ran without a tap, in the forward pass of a lone sample."""
+        recorder, forward_pass = self.recorder, self.recorder._current
+        if forward_pass is None or not recorder.bare or not self.layer.trainable_now().params:
+            return
+        first = next((t for t in tree_leaves(output) if _differentiable(t)), None)
+        if first is not None and first.dim():
+            dim = 0 if first.dim() < 2 else recorder.batch_dim(self.layer, first.dim())
+            rows, name = forward_pass.rows, self.layer.spec.name
+            rows[name] = max(rows.get(name, 0), first.shape[dim])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_swapped": []}
-
-
-def _to_front(tensor: Tensor, batch_dim: int) -> Tensor:
-    return tensor.transpose(0, 1) if batch_dim == 1 and tensor.dim() > 1 else tensor
-
-
-def _prepare(activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
-    # Autocast lets a layer's input and output differ in dtype.
-    if activation.is_floating_point() and activation.dtype != dtype:
-        activation = activation.to(dtype)
-    if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
-        activation = activation.expand(batch, *activation.shape[1:])
-    return activation
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> Call:

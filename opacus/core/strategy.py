@@ -120,7 +120,7 @@ class Ghost:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         before = {name: _fingerprint(p) for name, p in self.parameters}
-        lone = self.recorder.only_lone_samples_wait()
+        lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, bare=lone):
             losses.sum().backward(retain_graph=retain_graph)
@@ -135,12 +135,17 @@ class Ghost:
             return
         if not ledger.whole:
             lone.learn(self._passes, samples)
-        elif samples != 1 or ledger.tapped:
-            reason = (
-                f"the model was given one sample, but there are {samples} losses"
-                if samples != 1
-                else "layers were called outside the model's forward"
-            )
+            return
+        rows = {name: n for one in self._passes for name, n in one.rows.items() if n > 1}
+        reason = None
+        if samples != 1:
+            reason = f"the model was given one sample, but there are {samples} losses"
+        elif ledger.tapped:
+            reason = "layers were called outside the model's forward"
+        elif rows:
+            name, n = next(iter(rows.items()))
+            reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
+        if reason is not None:
             lone.rule_out(reason)
             raise RuntimeError(
                 f"{reason}, so per-sample gradients are unknown. Nothing was added to the model. "
@@ -221,6 +226,9 @@ class Ghost:
         for name, parameter in self.parameters:
             if name in leaked:
                 parameter.grad = None
+        if self.ledger is not None and self.ledger.whole and self.recorder.lone is not None:
+            # By reentrant checkpoints, say, of which there were none before: not the next time.
+            self.recorder.lone.rule_out("gradients came past the forward pass")
         raise RuntimeError(
             f"parameters {leaked} received gradients that were not clipped: they were used "
             "outside their layer's forward, in eval mode, or made trainable after "

@@ -23,7 +23,10 @@ class Use:
             that was called with one tensor.
     """
 
-    __slots__ = ("__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "spec")
+    __slots__ = (
+        "__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "repeated",
+        "spec",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Use:
         self.recorder = recorder
         self.layer = layer
         self.spec = spec
+        self.repeated = False  # whether one output was repeated for all samples
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
         self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
@@ -103,3 +107,18 @@ class _TapOne(torch.autograd.Function):
 
 
 tap_one = direct_apply(_TapOne)
+
+
+def to_front(tensor: Tensor, batch_dim: int) -> Tensor:
+    """``tensor`` with the batch in dimension 0."""
+    return tensor.transpose(0, 1) if batch_dim == 1 and tensor.dim() > 1 else tensor
+
+
+def prepared(activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
+    """A layer's input in the dtype of its output, with a row for each sample."""
+    # Autocast lets a layer's input and output differ in dtype.
+    if activation.is_floating_point() and activation.dtype != dtype:
+        activation = activation.to(dtype)
+    if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
+        activation = activation.expand(batch, *activation.shape[1:])
+    return activation

@@ -124,6 +124,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self._loss_scale: float | None = None
         self._observed: NormLedger | None = None
         self._observed_generation: Generation | None = None
+        self._observed_passes: set[ForwardPass] = set()  # on one sample, among them
         self.order_parameters(self.trainable_parameters)
 
     @property
@@ -371,9 +372,13 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         if not self.hooks_enabled or self._strategy.phase is not Phase.IDLE:
             self._strategy.receive_whole(forward_pass, grads)
             return
-        self._observed = NormLedger(1)  # an ordinary backward(); see _observe
-        self._observed_generation = forward_pass.generation
-        self._per_sample_gradient_norms = None
+        generation = forward_pass.generation  # of an ordinary backward(); see _observe
+        if self._observed_generation is not generation or forward_pass in self._observed_passes:
+            self._observed, self._observed_generation = NormLedger(1), generation
+            self._observed_passes.clear()
+            self._per_sample_gradient_norms = None
+        assert self._observed is not None
+        self._observed_passes.add(forward_pass)
         self._observed.add_whole(grads)
         self._publish(self._observed.known())
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from opacus.core.lone_sample import is_alias
+
 if TYPE_CHECKING:
     _Base = nn.Module
 else:
@@ -100,7 +102,7 @@ class RenameParamsMixin(_Base):
     def _require_shared_parameters(self) -> None:
         """Raise if a renamed parameter is no longer the one that its submodule uses."""
         for new, parameter in _used_by_submodules(self):
-            if self._parameters[new] is not parameter:
+            if self._parameters[new] is not parameter and not is_alias(parameter):
                 raise RuntimeError(
                     f"{type(self).__name__}.{new} is no longer the parameter that "
                     f"'{self.new_to_old[new]}' uses: a submodule was sharded or changed by "

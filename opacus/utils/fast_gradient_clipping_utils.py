@@ -318,6 +318,8 @@ class DPLossFastGradientClipping:
             ValueError: The criterion did not give one loss (or more) a sample.
         """
         losses = self._unreduced(args, kwargs)
+        if shape is None:
+            self._refuse_joined(losses)
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         losses = per_sample_losses(
             losses,
@@ -330,6 +332,22 @@ class DPLossFastGradientClipping:
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )
+
+    def _refuse_joined(self, losses: Any) -> None:
+        """Losses of several forward passes look like those of flattened sequences of the last."""
+        samples = self.module.latest_batch
+        if samples is None or not isinstance(losses, Tensor) or losses.dim() != 1:
+            return
+        if losses.shape[0] == samples:
+            return
+        batches = self.module._recorder.waiting_batches()
+        if len(batches) > 1 and samples < losses.shape[0] <= sum(batches):
+            raise ValueError(
+                f"the criterion returned {losses.shape[0]} losses for outputs of {len(batches)} "
+                f"forward passes of {batches} samples: call the model once on all samples, or the "
+                "criterion and backward() for each part. If these are tokens of flattened "
+                "sequences, pass the shape that they had: criterion(..., shape=(batch, length))"
+            )
 
     def _samples(self, shape: Any) -> int | None:
         """Number of samples: as told, else that of the model's latest batch."""

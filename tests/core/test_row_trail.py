@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.provenance import IndexCheck
+from opacus.core.provenance import IndexCheck, RepeatCheck
 from opacus.core.row_trail import SampleRows
+from opacus.core.spec import make_spec
 
 B, D, CLIP = 5, 6, 0.5  # no dimension of an input is B
 
@@ -269,6 +270,53 @@ def test_one_dimension_as_input() -> None:
     )
     with pytest.raises(ValueError, match=r"'places'.*its rows are no samples"):
         made[0](torch.ones(B, B, dtype=torch.long), torch.arange(B))
+
+
+# --- one row for all samples, of which the first is used for all ---
+
+
+def first_row(net: Any, x: Tensor) -> Tensor:
+    return net.tokens(x) + net.table(torch.arange(B)[None])[0]
+
+
+def rows_in_a_list(net: Any, x: Tensor) -> Tensor:
+    """A table of biases by position, computed from ``[1, n, D]`` coordinates."""
+    table = net.shared(net.queries).reshape(-1, D)
+    return net.tokens(x) + table[torch.arange(B) % 2]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("use", [first_row, rows_in_a_list])
+def test_a_repeated_output_must_be_used_row_by_row(
+    use: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="ran once for all 5 samples"):
+        released(use, mode)
+    monkeypatch.setattr(RepeatCheck, "received", lambda *args: None)
+    assert off_by(use, released(use, mode)) > 0.01  # all gradients are the first sample's
+
+
+def test_one_sample_with_a_gradient_proves_nothing() -> None:
+    """Masked samples are no reason to refuse; the question stays open until two rows tell."""
+    check, table, head = RepeatCheck(), *_specs()
+    check.repeated(table)
+    rows = torch.zeros(3, 2, 4)
+    rows[0] = 1
+    check.received(head, rows, False)
+    check.received(table, rows, True)
+    assert check.open == {"table"}
+    check._backward = -2  # another backward pass
+    check.received(head, torch.ones(3, 4), False)
+    with pytest.raises(ValueError, match="'table'"):
+        check.received(table, rows, True)
+    check.received(table, torch.ones(3, 2, 4), True)
+    assert not check.open
+    check.repeated(table)
+    assert not check.open
+
+
+def _specs() -> tuple[Any, Any]:
+    return make_spec("table", nn.Embedding(3, 4), {}), make_spec("head", nn.Linear(4, 4), {})
 
 
 # --- the cost ---

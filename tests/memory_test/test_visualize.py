@@ -145,3 +145,12 @@ def test_nothing_to_draw(script, tmp_path, capsys):
 def test_a_folder_that_cannot_be_made(script, tmp_path):
     (tmp_path / "file").write_text("")
     assert run(script, DATA, tmp_path / "file") == 2
+
+
+def test_runs_with_activation_checkpointing_are_compared_among_themselves():
+    results = read_results(DATA)[0]
+    again = [{**r, "config": {**r["config"], "checkpointing": True}} for r in results]
+    plain, recomputed = group_results([*again, *results])
+    assert len(plain.results) == len(recomputed.results) == len(results)
+    assert recomputed.slug == f"{plain.slug}_checkpointing"
+    assert all(r["config"].get("checkpointing") for r in recomputed.results)

@@ -160,11 +160,12 @@ def scale_in_place(
         excluded: ``[1]`` bool; if set all become 0. ``None``: it is not.
 
     Returns:
-        Whether it was done: not if two of them share memory, as gradients of a sum do, nor
-        where there is no kernel. Then nothing has been written.
+        Whether it was done: not if two of them share memory, as gradients of a sum do, or lie on
+        different devices, nor where there is no kernel. Then nothing has been written.
     """
     storages = {grad.untyped_storage().data_ptr() for grad in grads}
-    if len(storages) < len(grads) or not all(map(can_batch, grads, factors)):
+    alone = len(storages) == len(grads) and len({grad.device for grad in grads}) <= 1
+    if not alone or not all(map(can_batch, grads, factors)):
         return False
     from opacus.core.kernels import weighted_sum_triton as gpu
 
