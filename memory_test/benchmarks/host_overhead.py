@@ -40,7 +40,7 @@ from memory_test.common.launch import (
 from memory_test.common.results import prepare_folder
 
 MODEL = "thin-llama3-1b"
-BATCH, TOKENS = 1, 64
+BATCH, TOKENS = 2, 64
 SINGLE = "ghost_bk,flash_bk,ghost,hooks"
 SHARDED = "ghost_fsdp_bk,flash_fsdp_bk,ghost_fsdp"
 # Name of a setting -> wrapping, number of processes, modes.

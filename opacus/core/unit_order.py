@@ -50,6 +50,7 @@ class UnitOrder:
         self._expected: list[int] = []
         self._next = 0
         self._seen: list[int] = []
+        self._found = ""  # what this rank has refused
         self.handles: list[RemovableHandle] = []
         if self._names and len(self._meetings.ranks) > 1:
             self.handles = [
@@ -99,10 +100,13 @@ class UnitOrder:
         usual = self._names[self._expected[self._next]] if self._next < len(self._expected) else ""
         message = _message(outcome, "" if first else usual or _END, wait)
         self._meetings.announce(message)
+        self._found = message
         raise RuntimeError(message)
 
     def explain(self, error: BaseException) -> None:
         """Raise what another rank has found, if that is why this one failed in a collective."""
+        if self._found and self._found in str(error):
+            return  # this rank has found it out, too; its own words say where it stands
         text = None if not self.handles else self._meetings.announced()
         if text is not None and text not in str(error):
             raise RuntimeError(text) from error
