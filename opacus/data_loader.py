@@ -23,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from opacus.core.noise import device_of
 from opacus.utils.empty_batch import blank_batch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -190,10 +191,10 @@ class HostLoader(DataLoader[Any]):
     @property
     def _index_sampler(self) -> Any:
         sampler = super()._index_sampler
-        return _OnDevice(sampler, _device_of(generator_of(sampler) or self.generator))
+        return _OnDevice(sampler, device_of(generator_of(sampler) or self.generator))
 
     def __iter__(self) -> Any:
-        with torch.device(_device_of(self.generator)):  # of the seed of the workers
+        with torch.device(device_of(self.generator)):  # of the seed of the workers
             return super().__iter__()
 
 
@@ -230,10 +231,6 @@ def generator_of(sampler: Any) -> torch.Generator | None:
             return generator
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return None
-
-
-def _device_of(generator: torch.Generator | None) -> torch.device:
-    return torch.device("cpu") if generator is None else generator.device
 
 
 class DPDataLoader(HostLoader):

@@ -12,7 +12,6 @@ Note [Parameters through one node]
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.switches import switched_on
 from opacus.core.tap import ANCHOR, Use
 from opacus.core.torch_internals import TakenOff, put_back, take_off
 
@@ -39,10 +39,7 @@ def lone_sample_from_environment() -> bool:
     Raises:
         ValueError: The variable is neither ``0`` nor ``1``.
     """
-    value = os.environ.get(VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+    return switched_on(VARIABLE, default=True)
 
 
 class LoneSample:
@@ -59,16 +56,17 @@ class LoneSample:
         layers: The tapped layers: all that own trainable parameters.
         sink: Called in the backward pass with a forward pass and its gradients
             ``[*shape]`` by parameter name, without gradient tracking.
-        handles: Of the layers' hooks, which have nothing to do while no layer is tapped.
+        handles: Of each layer's hooks, the one before and the one after it has run, which
+            have nothing to do while no layer is tapped.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], sink: WholeSink, handles: Sequence[Any] = ()
+        self, layers: Sequence[Layer], sink: WholeSink, handles: Sequence[tuple[Any, Any]]
     ) -> None:
         self._layers = layers
         self._handles = handles
         self._sink = sink
-        self._off_duty = handles  # those that are taken off
+        self._off_duty: list[Any] = []  # those that are taken off
         self._proven = False
         # Why batches of one sample are tapped like others; ``None`` if they are not.
         self.ruled_out: str | None = None
@@ -96,11 +94,8 @@ class LoneSample:
         self._proven = True
         used = [name for one in passes for name in one.generation.uses]
         watched = {*used[:1], *used[-1:]}
-        self._off_duty = [
-            handle
-            for index, handle in enumerate(self._handles)  # two for each layer, before and after
-            if index % 2 == 0 or self._layers[index // 2].spec.name not in watched
-        ]
+        for layer, (before, after) in zip(self._layers, self._handles, strict=True):
+            self._off_duty += [before] if layer.spec.name in watched else [before, after]
 
     def takes(self, batch: int | None) -> bool:
         """Whether a batch of so many samples runs without taps."""

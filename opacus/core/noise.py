@@ -194,8 +194,12 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
     Not from the one of the default device, which may be another one.
     """
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (1,), generator=generator, device=device))
+    return int(torch.randint(2**62, (1,), generator=generator, device=device_of(generator)))
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """Where a generator draws; the global one of the CPU if ``None``, whatever the default is."""
+    return torch.device("cpu") if generator is None else generator.device
 
 
 def fold(seed: int, stream: int) -> int:

@@ -14,7 +14,6 @@ variable and without a running profiler, a border costs the test of two flags.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from opacus.core.switches import switched_on
 from opacus.core.torch_internals import profiler_state
 
 FIRST_BACKWARD = "First backward (norm pass)"
@@ -80,14 +80,7 @@ def variables_set() -> frozenset[str]:
     Raises:
         ValueError: One is neither ``0`` nor ``1``.
     """
-    found = set()
-    for name in VARIABLES:
-        value = os.environ.get(name, "0")
-        if value not in ("0", "1"):
-            raise ValueError(f"{name} must be 0 or 1, got {value!r}")
-        if value == "1":
-            found.add(name)
-    return frozenset(found)
+    return frozenset(name for name in VARIABLES if switched_on(name))
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,10 @@ class Recorder:
             ]
 
     @property
-    def layer_handles(self) -> list[Any]:
-        """The handles of the layers' hooks."""
-        return self.handles[2 : 2 + 2 * len(self.layers)]
+    def layer_handles(self) -> list[tuple[Any, Any]]:
+        """The handles of each layer's hooks, before and after it runs."""
+        own = self.handles[2 : 2 + 2 * len(self.layers)]
+        return list(zip(own[::2], own[1::2], strict=True))
 
     def remove(self) -> None:
         """Take every hook off; the modules are as they were before."""

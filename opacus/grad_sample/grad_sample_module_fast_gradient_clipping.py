@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from opacus.core.recorder import ForwardPass, Generation, Layer, Record
 from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
 from opacus.core.strategy import Ghost, Phase, TwoPass
+from opacus.core.switches import switched_on
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -40,10 +40,7 @@ def deferred_from_environment() -> bool:
     Raises:
         ValueError: The variable is neither ``0`` nor ``1``.
     """
-    value = os.environ.get(DEFERRED_VARIABLE, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{DEFERRED_VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+    return switched_on(DEFERRED_VARIABLE)
 
 
 def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:

@@ -94,7 +94,6 @@ class DPOptimizer(WrappedOptimizer):
     # GradScaler then calls step() after an overflow too, and says what it scaled by.
     _step_supports_amp_scaling: ClassVar[bool] = True
     # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
-    # Whether the noised gradient takes the memory of the sum.
     _overwrites_sums: bool = False
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()

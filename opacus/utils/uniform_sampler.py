@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from opacus.core.noise import draw_seed, fold
+from opacus.core.noise import device_of, draw_seed, fold
 
 # torch.rand draws fp32 multiples of 2^-24.
 _UNIFORM_UNIT = 2.0**-24
@@ -90,8 +90,7 @@ class SystemGenerator(torch.Generator):
 def _uniforms(count: int, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
     if isinstance(generator, SystemGenerator):
         return generator.uniforms(count, dtype)
-    device = "cpu" if generator is None else generator.device  # whatever the default device is
-    return torch.rand(count, dtype=dtype, generator=generator, device=device)
+    return torch.rand(count, dtype=dtype, generator=generator, device=device_of(generator))
 
 
 def _check_sizes(name: str, size: int, sample_rate: float, steps: int | None) -> None:

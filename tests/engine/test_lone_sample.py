@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -50,12 +51,25 @@ def prove(module: Any, optimizer: Any, loss: Any, inputs: Tensor, targets: Tenso
     optimizer.zero_grad()
 
 
+def proven(mode: str = "ghost_bk") -> tuple[nn.Module, Any, Any, Any]:
+    """Model, module, optimizer and criterion, after a step of several samples."""
+    model = build("mlp")
+    made = private(model, mode)
+    prove(*made, *vectors())
+    return model, *made
+
+
 def vectors(size: int = 4, seed: int = 1) -> tuple[Tensor, Tensor]:
     return PROBLEMS["mlp"].batch(size, seed)
 
 
 def no_gradient(model: nn.Module) -> bool:
     return all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def norm_of(parameters: Iterable[Tensor]) -> Tensor:
+    """Of all gradients together."""
+    return torch.cat([p.grad.flatten() for p in parameters]).norm()  # type: ignore[union-attr]
 
 
 def records(module: Any) -> list[Any]:
@@ -155,9 +169,7 @@ def test_many_lone_samples_are_one_large_batch(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_that_is_not_finite_adds_nothing(mode: str) -> None:
-    model = build("mlp")
-    module, optimizer, loss = private(model, mode)
-    prove(module, optimizer, loss, *vectors())
+    model, module, _optimizer, loss = proven(mode)
     inputs, targets = vectors(1)
     seen = records(module)
     loss(module(inputs * float("nan")), targets).backward()
@@ -167,9 +179,7 @@ def test_a_sample_that_is_not_finite_adds_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_ordinary_backward_leaves_no_gradient_but_norms(mode: str) -> None:
-    model = build("mlp")
-    module, optimizer, loss = private(model, mode)
-    prove(module, optimizer, loss, *vectors())
+    model, module, _optimizer, _loss = proven(mode)
     inputs, targets = vectors(1)
     (grads,) = per_sample("mlp", build("mlp"), inputs, targets)
     nn.functional.cross_entropy(module(inputs), targets).backward()
@@ -184,9 +194,7 @@ def test_ordinary_backward_leaves_no_gradient_but_norms(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_losses_of_one_forward_cannot_be_clipped_twice(mode: str) -> None:
-    model = build("mlp")
-    module, optimizer, loss = private(model, mode)
-    prove(module, optimizer, loss, *vectors())
+    model, module, optimizer, loss = proven(mode)
     inputs, targets = vectors(1)
     output = module(inputs)
     first, second = loss(output, targets), loss(output, (targets + 1) % 3)
@@ -196,15 +204,13 @@ def test_losses_of_one_forward_cannot_be_clipped_twice(mode: str) -> None:
     optimizer.zero_grad()
     output = module(inputs)
     (loss(output, targets) + loss(output, (targets + 1) % 3)).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))  # type: ignore
+    norm = norm_of(model.parameters())
     assert norm <= C * (1 + 1e-4)
 
 
 def test_several_forward_passes_make_one_gradient() -> None:
     """The clipped gradient is of the sum, not a sum of clipped ones."""
-    model = build("mlp")
-    module, optimizer, loss = private(model)
-    prove(module, optimizer, loss, *vectors())
+    model, module, _optimizer, loss = proven()
     (x, y), (z, w) = vectors(1, 5), vectors(1, 6)
     seen = records(module)
     (loss(module(x), y) + loss(module(z), w)).backward()
@@ -213,7 +219,7 @@ def test_several_forward_passes_make_one_gradient() -> None:
     nn.functional.cross_entropy(plain(x.double()), y).add(
         nn.functional.cross_entropy(plain(z.double()), w)
     ).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))  # type: ignore
+    norm = norm_of(plain.parameters())
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert oracle.relative_error(got.grad, want.grad * C / (norm + 1e-6)) < 1e-5  # type: ignore
 
@@ -279,15 +285,13 @@ def test_layers_called_outside_the_forward(mode: str) -> None:
     assert no_gradient(model)
     optimizer.zero_grad()
     loss(model.head(module(inputs[:1])), targets[:1]).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))  # type: ignore
+    norm = norm_of(model.parameters())
     assert abs(norm - C) < 1e-4
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_a_term_on_the_parameters_themselves_is_refused(mode: str) -> None:
-    model = build("mlp")
-    module, optimizer, loss = private(model, mode)
-    prove(module, optimizer, loss, *vectors())
+    model, module, _optimizer, loss = proven(mode)
     inputs, targets = vectors(1)
     penalty = model[0].weight.square().sum()  # type: ignore[index]
     with pytest.raises(RuntimeError, match=r"parameters \['0.weight'\] received gradients"):
@@ -344,7 +348,7 @@ def test_parameters_are_back_after_a_forward_that_failed(error: type[BaseExcepti
     loss(module(inputs[:1]), targets[:1]).backward()
     assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
     assert model.first._forward_hooks and model.first._forward_pre_hooks
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in held))  # type: ignore
+    norm = norm_of(held)
     assert abs(norm - C) < 1e-4
 
 
@@ -370,7 +374,7 @@ def test_side_outputs_count_and_cannot_be_clipped_again() -> None:
     output = loss(module(ids[:1]), targets[:1])
     extra = output._with(model.extra)
     (output + extra).backward(retain_graph=True)
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))  # type: ignore
+    norm = norm_of(model.parameters())
     assert abs(norm - C) < 1e-4
     with pytest.raises(RuntimeError, match="clipped and summed already"):
         extra.backward()
@@ -399,7 +403,7 @@ def test_recomputed_layers_are_as_the_first_time() -> None:
     del skipped
     gc.collect()
     loss(module(inputs[:1]), targets[:1]).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))  # type: ignore
+    norm = norm_of(model.parameters())
     assert abs(norm - C) < 1e-4
 
 
@@ -424,7 +428,7 @@ def test_parameters_with_one_gradient(mode: str) -> None:
     inputs, targets = vectors(1)
     loss(module(inputs), targets).backward()
     nn.functional.cross_entropy(plain(inputs.double()), targets).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))  # type: ignore
+    norm = norm_of(plain.parameters())
     assert norm > 2 * C
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert oracle.relative_error(got.grad, want.grad * C / (norm + 1e-6)) < 1e-5  # type: ignore

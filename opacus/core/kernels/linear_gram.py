@@ -460,8 +460,7 @@ def _plan(
     backprops = zip(shapes[1::2], strides[1::2], strict=True)
     rows += [(0, shape[2], *own) for shape, own in backprops]
     table = array.array("q", itertools.chain.from_iterable(rows))
-    aligned = operands.have_aligned_rows(shapes, strides, dtype)
-    whole = operands.ALIGNMENT // dtype.itemsize if aligned else 1
+    whole = operands.whole_of(shapes, strides, dtype)
     return _Plan(tile, side, group, slots, max(sizes), whole, table, sizes)
 
 

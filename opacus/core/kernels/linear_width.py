@@ -341,8 +341,7 @@ def _plan(
     tile = tile.fitted(max(m for m, _ in features), max(n for _, n in features))
     slots = max(operands.parts(m, tile.m) * operands.parts(n, tile.n) for m, n in features)
     sizes = [shape[0] for shape in shapes[::2]]
-    aligned = operands.have_aligned_rows(shapes, strides, dtype)
-    whole = operands.ALIGNMENT // dtype.itemsize if aligned else 1
+    whole = operands.whole_of(shapes, strides, dtype)
     table = array.array("q", itertools.chain.from_iterable(rows))
     return _Plan(tile, max(sizes), max(1, slots), whole, wide, table, sizes)
 

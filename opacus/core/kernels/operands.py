@@ -216,12 +216,16 @@ def check_shapes(shapes: Sequence[torch.Size]) -> None:
             raise _not_a_pair(a, g)
 
 
-def have_aligned_rows(
+def whole_of(
     shapes: Sequence[torch.Size], strides: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> bool:
-    """Whether rows are contiguous and all lie at multiples of 16 bytes if the first one does."""
+) -> int:
+    """What sizes and strides are multiples of, if they are of 16 bytes; else 1.
+
+    Then rows are contiguous and all lie at multiples of 16 bytes if the first one does.
+    """
     pairs = zip(shapes, strides, strict=True)
-    return all(_has_aligned_rows(shape, own, dtype) for shape, own in pairs)
+    aligned = all(_has_aligned_rows(shape, own, dtype) for shape, own in pairs)
+    return ALIGNMENT // dtype.itemsize if aligned else 1
 
 
 def addresses(tensors: Iterable[Tensor]) -> array.array[int]:
