@@ -193,19 +193,37 @@ def gram() -> Iterator[Row]:
         yield gram_row(max(1, TOKENS // tokens), tokens, d, p)
 
 
+def shared_row(batch: int, tokens: int, d: int, widths: tuple[int, ...]) -> Row:
+    """Layers with one input: together, each by its own fastest kernel, and as modes choose."""
+    a, gs = draw(batch, tokens, d), [draw(batch, tokens, p) for p in widths]
+    ways: dict[str, Callable[[], Any]] = {
+        "gram of all": lambda: linear_gram.shared_norm_sq(a, gs),
+        "one by one": lambda: [choice.product_norm_sq(a, g) for g in gs],
+        "chosen": lambda: choice.shared_product_norm_sq(a, gs),
+    }
+    errors = []
+    for name, way in ways.items():
+        for value, g in zip(way(), gs, strict=True):
+            errors.append(check(f"shared, {name}", value, definition(a, g)))
+    times = event_times(ways)
+    alone = median(times, "one by one")
+    return {
+        "B": batch, "T": tokens, "d": d, "p": list(widths), "error": max(errors), "ms": times,
+        "speedup_of_gram": round(alone / median(times, "gram of all"), 2),
+        "speedup_as_chosen": round(alone / median(times, "chosen"), 2),
+    }  # fmt: skip
+
+
 def shared() -> Iterator[Row]:
-    """Queries, keys and values: one Gram matrix of the input instead of three."""
-    a, gs = draw(8, 2048, 4096), [draw(8, 2048, p) for p in (4096, 1024, 1024)]
-    got = linear_gram.shared_norm_sq(a, gs)
-    errors = [check("shared", v, definition(a, g)) for v, g in zip(got, gs, strict=True)]
-    times = event_times(
-        {
-            "together": lambda: linear_gram.shared_norm_sq(a, gs),
-            "one by one": lambda: [linear_gram.norm_sq(a, g) for g in gs],
-        }
-    )
-    speed = median(times, "one by one") / median(times, "together")
-    yield {"B": 8, "T": 2048, "speedup": round(speed, 2), "error": max(errors), "ms": times}
+    """Query, key and value, gate and up of 1B and 8B shapes: one Gram matrix of their input."""
+    layers = [
+        (2048, (2048, 512, 512)),
+        (2048, (8192, 8192)),
+        (4096, (4096, 1024, 1024)),
+        (4096, (14336, 14336)),
+    ]
+    for (d, widths), tokens in itertools.product(layers, (128, 512, 1024, 2048)):
+        yield shared_row(max(1, TOKENS // tokens), tokens, d, widths)
 
 
 def grouped_row(batch: int, tokens: int, layers: int, d: int, r: int, equal: bool) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ class NormLedger:
         shared = [r for r in waiting if r.layer.shared]
         by_layer = _by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in by_layer if len(uses) == 1]
-        for records in _by_shape(self._settle_small(alone)):
+        for records in _by_shape(self._settle_sharing(self._settle_small(alone))):
             self._settle(records)
         for uses in by_layer:
             if len(uses) > 1:
@@ -174,7 +174,9 @@ class NormLedger:
     # --- how one group is computed ---
 
     @each_layer
-    def _settle(self, records: Sequence[Record]) -> None:
+    def _settle(
+        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
+    ) -> None:
         """Norms of layers that stand alone; with a planner, also what is kept of each."""
         if self.planner is not None:
             for record in records:
@@ -188,7 +190,7 @@ class NormLedger:
             self._done.add(records[0].spec.name)
             return
         if records:
-            self._compute(records)
+            (compute or self._compute)(records)
 
     @each_layer
     def _form(self, record: Record) -> None:
@@ -236,11 +238,29 @@ class NormLedger:
                 left += group
                 continue
             self._hold(group)
-            for record, values in zip(group, norms, strict=True):
-                self._done.add(record.spec.name)
-                for name, value in values.items():
-                    self._add(record.layer, name, value)
+            self._take(group, norms)
         return left
+
+    def _settle_sharing(self, records: Sequence[Record]) -> list[Record]:
+        """Layers that read one input (query, key, value), a group at a time; returns the rest."""
+        left: list[Record] = []
+        for group in _by_input(records):
+            rule = group[0].layer.rule
+            if len(group) == 1 or not rule.shares_input:
+                left += group
+                continue
+            self._settle(group, self._compute_sharing)
+        return left
+
+    def _compute_sharing(self, records: Sequence[Record]) -> None:
+        uses = [(r.spec, r.activations, r.backprops) for r in records]
+        self._take(records, records[0].layer.rule.norm_sq_of_one_input(uses))
+
+    def _take(self, records: Sequence[Record], norms: Sequence[dict[str, Tensor]]) -> None:
+        for record, values in zip(records, norms, strict=True):
+            self._done.add(record.spec.name)
+            for name, value in values.items():
+                self._add(record.layer, name, value)
 
     def _compute(self, records: Sequence[Record]) -> None:
         """Records of different layers but equal shape, in one call."""
@@ -407,6 +427,23 @@ def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
         size = max(1, STACK_ELEMENTS // max(1, group[0].elements))
         parts += [group[i : i + size] for i in range(0, len(group), size)]
     return parts
+
+
+def _by_input(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of layers of one kind in groups whose activations are the same memory."""
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_input_key(record), []).append(record)
+    return list(groups.values())
+
+
+def _input_key(record: Record) -> Hashable:
+    rule, activations = record.layer.rule, record.activations
+    if not rule.shares_input or not isinstance(activations, tuple):
+        return id(record)
+    # All records are alive, so that equal addresses are the same memory.
+    inputs = ((a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) for a in activations)
+    return (id(rule), record.batch, *inputs)
 
 
 def _group_key(record: Record) -> Hashable:

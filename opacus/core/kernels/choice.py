@@ -26,6 +26,8 @@ from opacus.core.kernels.operands import SUPPORTED, Tile, interpreted
 from opacus.core.kernels.reference import sum_of_squares, widen
 
 REFERENCE, WIDTH, INPUT_LENGTH = "reference", "width", "input_length"
+# Layers with one input: each as if it had an input of its own.
+SEPARATE = "separate"
 ALGORITHMS = (INPUT_LENGTH, WIDTH)
 # An algorithm that needs this many times the operations of the other is not measured.
 HOPELESS = 8
@@ -84,7 +86,10 @@ def product_norm_sq(activations: Tensor, backprops: Tensor, mask: Tensor | None 
 def shared_product_norm_sq(
     activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None = None
 ) -> list[Tensor]:
-    """:func:`product_norm_sq` of several layers with the same input."""
+    """:func:`product_norm_sq` of several layers with the same input (query, key and value, say).
+
+    The Gram matrix of the input is formed once, where that is faster than one layer at a time.
+    """
     if not backprops or not is_usable(activations, *backprops):
         return _each_reference(activations, backprops, mask)
     alike = _alike(activations, backprops, mask)
@@ -96,11 +101,15 @@ def shared_product_norm_sq(
     widths = [g.shape[2] for g in backprops]
     key = _key("product", backprops[0], [batch, tokens, d, *widths], (aligned, _kind(mask)))
     tiles = _tiles_of(activations.device, aligned)
-    takers = {REFERENCE: _each_reference}
+    takers: dict[str, Callable[..., list[Tensor]]] = {REFERENCE: _each_reference}
     for algorithm in _worth_trying(tokens, d, widths):
+        if algorithm == WIDTH and len(widths) > 1:
+            continue  # nothing to share; the best kernel of each layer is in SEPARATE
         for name, (own, tile) in tiles.items():
             if own == algorithm:
                 takers[name] = _taker(algorithm, tile)
+    if len(widths) > 1:
+        takers[SEPARATE] = _each_alone
     arguments = (activations, backprops, mask)
     norms = _fastest(key, {n: functools.partial(t, *arguments) for n, t in takers.items()})
     best = _best.get((key, *takers))
@@ -144,6 +153,12 @@ def _each_reference(
     activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None
 ) -> list[Tensor]:
     return [reference_product(activations, g, mask) for g in backprops]
+
+
+def _each_alone(
+    activations: Tensor, backprops: Sequence[Tensor], mask: Tensor | None
+) -> list[Tensor]:
+    return [product_norm_sq(activations, g, mask) for g in backprops]
 
 
 def _taker(algorithm: str, tile: Tile | None) -> Callable[..., list[Tensor]]:

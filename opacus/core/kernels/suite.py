@@ -31,6 +31,7 @@ class NormKernels:
         affine: Norms of a normalisation layer's weight and bias in one pass, or ``None``.
         embedding: Norm of a lookup table's gradient from ids ``[B, T]``, or ``None``.
         grouped: ``product`` of many layers of any shapes in one launch, or ``None``.
+        shared: ``product`` of several layers with the same activations, or ``None``.
     """
 
     name: str
@@ -40,6 +41,7 @@ class NormKernels:
     affine: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     embedding: Callable[[Tensor, Tensor, int | None], Tensor] | None = None
     grouped: Callable[[Sequence[tuple[Tensor, Tensor]]], list[Tensor]] | None = None
+    shared: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] | None = None
 
     def __reduce__(self) -> Any:
         return kernels_named, (self.name,)
@@ -66,10 +68,14 @@ def _flash_cost(tokens: int, d: int, p: int) -> int:
 
 
 def _flash_product(activations: Tensor, backprops: Tensor) -> Tensor:
-    empty = activations.numel() == 0 or backprops.numel() == 0
+    return _flash_shared(activations, [backprops])[0]
+
+
+def _flash_shared(activations: Tensor, backprops: Sequence[Tensor]) -> list[Tensor]:
+    empty = activations.numel() == 0 or any(g.numel() == 0 for g in backprops)
     if empty or activations.shape[1] == 1 or torch.is_autocast_enabled(activations.device.type):
-        return reference.product_norm_sq(activations, backprops)
-    return choice.product_norm_sq(activations, backprops)
+        return [reference.product_norm_sq(activations, g) for g in backprops]
+    return choice.shared_product_norm_sq(activations, backprops)
 
 
 REFERENCE = NormKernels(
@@ -86,4 +92,5 @@ FLASH = NormKernels(
     affine=choice.affine_norm_sq,
     embedding=choice.embedding_norm_sq,
     grouped=choice.grouped_product_norm_sq,
+    shared=_flash_shared,
 )

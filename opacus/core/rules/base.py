@@ -66,6 +66,17 @@ class LayerRule:
         """:meth:`norm_sq` of many layers in one launch, ``None`` where there is no such kernel."""
         return None
 
+    @property
+    def shares_input(self) -> bool:
+        """Whether :meth:`norm_sq_of_one_input` may cost less than a layer at a time."""
+        return False
+
+    def norm_sq_of_one_input(
+        self, uses: Sequence[tuple[LayerSpec, Any, Any]]
+    ) -> list[dict[str, Tensor]]:
+        """:meth:`norm_sq` of layers whose activations are the same memory."""
+        return [self.norm_sq(*use) for use in uses]
+
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.
 

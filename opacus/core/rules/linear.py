@@ -46,15 +46,44 @@ class LinearRule(LayerRule):
             norms["bias"] = self.kernels.bias(g)
         return norms
 
+    @property
+    def shares_input(self) -> bool:
+        return self.kernels.shared is not None
+
+    def norm_sq_of_one_input(
+        self, uses: Sequence[tuple[LayerSpec, Any, Any]]
+    ) -> list[dict[str, Tensor]]:
+        if self.kernels.shared is None:
+            return super().norm_sq_of_one_input(uses)
+        pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
+        weights = _with_weight(uses)
+        products = self.kernels.shared(pairs[0][0], [pairs[i][1] for i in weights])
+        return self._with_biases(uses, pairs, weights, products)
+
     def norm_sq_of_many(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]
     ) -> list[dict[str, Tensor]] | None:
         if self.kernels.grouped is None:
             return None
         pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
-        weights = [i for i, (spec, _, _) in enumerate(uses) if "weight" in spec.params]
+        weights = _with_weight(uses)
+        # Those with one input in a row: they share its Gram matrix. In an order that does not
+        # depend on addresses, which change from step to step.
+        inputs: dict[int, int] = {}
+        place = [inputs.setdefault(x.data_ptr(), len(inputs)) for x, _ in pairs]
+        weights.sort(key=place.__getitem__)
         with layers(spec.name for spec, _, _ in uses):
             products = self.kernels.grouped([pairs[i] for i in weights])
+        return self._with_biases(uses, pairs, weights, products)
+
+    def _with_biases(
+        self,
+        uses: Sequence[tuple[LayerSpec, Any, Any]],
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        weights: Sequence[int],
+        products: Sequence[Tensor],
+    ) -> list[dict[str, Tensor]]:
+        """Norms by layer; ``products`` are those of the weights of the uses ``weights``."""
         norms: list[dict[str, Tensor]] = [{} for _ in uses]
         for place, value in zip(weights, products, strict=True):
             norms[place]["weight"] = value
@@ -106,6 +135,10 @@ class TransposedLinearRule(LinearRule):
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         return _transposed(super().wide_sum(spec, activations, backprops))
+
+
+def _with_weight(uses: Sequence[tuple[LayerSpec, Any, Any]]) -> list[int]:
+    return [i for i, (spec, _, _) in enumerate(uses) if "weight" in spec.params]
 
 
 def _transposed(grads: dict[str, Tensor]) -> dict[str, Tensor]:

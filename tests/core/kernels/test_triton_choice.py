@@ -209,6 +209,31 @@ def test_what_was_chosen_is_remembered_for_tensors_alike(monkeypatch, fastest) -
             close(got, product_definition(a, g, mask), 1e-4)
 
 
+@pytest.mark.skipif(not RUNS, reason="no kernel runs here")
+@pytest.mark.parametrize("fastest", ["input_length", "separate", "reference"])
+def test_layers_of_one_input_take_what_is_fastest(monkeypatch, fastest) -> None:
+    tried: list[set[str]] = []
+
+    def measure(ways: choice.Ways[object]) -> dict[str, float]:
+        tried.append({name.split()[0] for name in ways})
+        return {name: float(not name.startswith(fastest)) for name in ways}
+
+    monkeypatch.setattr(choice, "_measure", measure)
+    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    monkeypatch.setattr(choice, "is_usable", lambda *tensors: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    half = torch.bfloat16
+    a, gs = draw(2, 16, 32, dtype=half), [draw(2, 16, p, dtype=half) for p in (32, 16, 16)]
+    for _ in range(2):
+        for got, g in zip(choice.shared_product_norm_sq(a, gs), gs, strict=True):
+            close(got, product_definition(a, g, None), 1e-4)
+    assert tried[0] == {"reference", "input_length", "separate"}
+    # Separate layers each take their own fastest kernel, measured once.
+    others = tried[1:]
+    assert len(others) == (2 if fastest == "separate" else 0)
+    assert all(kinds == {"reference", "width", "input_length"} for kinds in others)
+
+
 def test_both_algorithms_are_tried_unless_one_is_hopeless() -> None:
     assert set(choice._worth_trying(2048, 4096, [4096])) == {"width", "input_length"}
     assert list(choice._worth_trying(65536, 128, [128])) == ["width"]
