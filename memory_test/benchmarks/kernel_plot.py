@@ -1,4 +1,4 @@
-"""Draws what ``kernels.py`` measured.
+"""Draws what ``norm_kernels.py`` measured.
 
 python memory_test/benchmarks/kernel_plot.py RESULT.json --png docs/images/NAME.png
 """

@@ -3,68 +3,36 @@
     python memory_test/benchmarks/scale_check.py [--markdown table.md]
 
 Reads all files of ``memory_test/results``, of this benchmark and of earlier ones. How fast a host
-launches kernels differs by 30% between machines; it is taken from one cell of each file, the
-non-private step with the fewest tokens, which therefore is no check of the time, unless the device
-alone is predicted to take as long.
+launches kernels differs between machines, and on one machine from minute to minute. So where the
+host sets the pace, a private step is predicted from the non-private step of the same cell and call
+(or, if the device sets the pace of that, of the cell nearest to it), and a non-private step from
+the nearest smaller one of its call. The smallest one has none: it is no check of the time.
+
+Private steps whose pace the host sets check today's ratios only if they measured today's package.
+All others are listed, and counted by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.common.results import is_bundle
-from opacus.scale import MODES as MODELLED
+from memory_test.benchmarks.scale_cells import (
+    EARLIER_RATIOS,
+    RESULTS,
+    Measured,
+    all_files,
+    cells_of,
+)
 from opacus.scale import SHAPES, Rates, Run, predict, rates_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-SERIES = "experiments"  # the folder in it
 TOLERANCE = 0.15
-# Cells by which rates.json was fitted: file, mode, batch, tokens.
-SECOND = "2026-11-28_h200x2_one_pass_1b_second"
-FITTED = {
-    (SECOND, "no_dp", 2, 8192), (SECOND, "no_dp", 4, 4096), (SECOND, "no_dp", 16, 1024),
-    (SECOND, "no_dp", 16, 512), (SECOND, "ghost_fsdp_bk", 16, 1024),
-    (SECOND, "ghost_fsdp_bk", 2, 8192), (SECOND, "ghost_fsdp_bk", 1, 1024),
-    ("2026-11-28_h200x2_ghost_fsdp_1b", "ghost_fsdp", 1, 1024),
-    ("2026-11-28_h100x2_ghost_fsdp_1b", "ghost_fsdp", 1, 1024),
-    ("2026-11-28_h100x2_ghost_fsdp_1b", "no_dp", 4, 4096),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measured cell.
-
-    Attributes:
-        file: Name of the result file.
-        card: ``"h100"`` or ``"h200"``.
-        run: The same for the cost model.
-        ms: Median time of a step.
-        peak_gb: Peak memory in GiB.
-        calibrates: Whether the speed of the host was taken from it.
-    """
-
-    file: str
-    card: str
-    run: Run
-    ms: float
-    peak_gb: float
-    calibrates: bool = False
-
-    @property
-    def fitted(self) -> bool:
-        """Whether rates were fitted to its time."""
-        run = self.run
-        key = (self.file, run.mode, run.batch, run.tokens)
-        return self.calibrates or (key in FITTED and not run.deferred)
 
 
 @dataclass(frozen=True)
@@ -74,13 +42,16 @@ class Compared:
     Attributes:
         measured: The cell.
         ms, peak_gb: What is predicted.
-        host_bound: Whether the host is predicted to set the pace.
+        host_bound: Whether the host is predicted to set the pace, of an earlier package with what
+            that took of the host's time.
+        speed_of: The non-private cell whose time tells the speed of the host, if any.
     """
 
     measured: Measured
     ms: float
     peak_gb: float
     host_bound: bool = False
+    speed_of: Measured | None = None
 
     @property
     def time_error(self) -> float:
@@ -92,38 +63,73 @@ class Compared:
         """Of the peak memory."""
         return self.peak_gb / self.measured.peak_gb - 1
 
+    @property
+    def fitted(self) -> bool:
+        """Whether the prediction of the time was made from this very time."""
+        return self.measured.fitted or (self.host_bound and self.speed_of is self.measured)
+
+    @property
+    def earlier_time(self) -> bool:
+        """Whether the time is that of an earlier package, on a host that sets the pace."""
+        return self.host_bound and self.measured.earlier_time
+
 
 def compare_all(folder: Path = RESULTS) -> list[Compared]:
     """All measured cells that the model covers, file by file, series last."""
-    paths = [*sorted(folder.glob("*.json")), *sorted((folder / SERIES).glob("*.json"))]
-    return [one for path in paths for one in compare_file(path)]
+    return [one for path in all_files(folder) for one in compare_file(path)]
 
 
 def compare_file(path: Path) -> list[Compared]:
-    """The cells of one file, with its host's speed taken from one of them."""
+    """The cells of one file; nothing if it has no non-private step."""
     cells = list(cells_of(path))
-    plain = [c for c in cells if not c.run.private]
-    if not plain:
-        return []
-    first = min(plain, key=_size)
-    rates = rates_of(first.card)
-    known = predict(first.run, rates).duration
-    # A step that takes as long as its device needs says nothing about the host.
-    tells = known.bound_by == "host" or known.step * 1e3 < (1 - TOLERANCE) * first.ms
-    if tells:
-        rates = replace(rates, host_seconds_of_block=_host_speed(first))
     compared = []
     for cell in cells:
-        marked = replace(cell, calibrates=tells and cell is first)
+        call = [other for other in cells if other.call == cell.call]
+        if all(other.run.private for other in call):
+            continue
+        speed_of = _speed_of(cell, [other for other in call if _tells(other)])
+        rates = rates_of(cell.card)
+        if speed_of is not None:
+            rates = replace(rates, host_seconds_of_block=_host_speed(speed_of))
         found = predict(cell.run, rates)
         time, peak = found.duration, found.memory.peak / 2**30
-        compared.append(Compared(marked, time.step * 1e3, peak, time.bound_by == "host"))
+        then = replace(rates, **EARLIER_RATIOS) if cell.earlier_time else rates
+        host_bound = predict(cell.run, then).duration.bound_by == "host"
+        compared.append(Compared(cell, time.step * 1e3, peak, host_bound, speed_of))
     return compared
+
+
+def _tells(cell: Measured) -> bool:
+    """Whether a step tells the speed of the host: it waited for that, and not for its device."""
+    if cell.run.private:
+        return False
+    known = predict(cell.run, rates_of(cell.card)).duration
+    device = sum(known.device.values()) * 1e3
+    on_a_usual_host = known.bound_by == "host" and device < cell.ms
+    return on_a_usual_host or device < (1 - TOLERANCE) * cell.ms
+
+
+def _speed_of(cell: Measured, telling: Sequence[Measured]) -> Measured | None:
+    """Which of ``telling`` to predict ``cell`` from."""
+    if not cell.run.private:
+        telling = [other for other in telling if _size(other) < _size(cell)]
+        if not telling and _tells(cell):
+            return cell
+    return min(telling, key=lambda other: _distance(cell.run, other.run), default=None)
 
 
 def _size(cell: Measured) -> tuple[bool, int, int, int]:
     run = cell.run
     return run.checkpointing, run.shape.parameters, run.tokens_here, run.tokens
+
+
+def _distance(one: Run, other: Run) -> tuple[bool, bool, float, float]:
+    return (
+        one.shape != other.shape,
+        one.checkpointing != other.checkpointing,
+        abs(math.log(one.tokens_here / other.tokens_here)),
+        abs(math.log(one.tokens / other.tokens)),
+    )
 
 
 def _host_speed(cell: Measured) -> float:
@@ -133,81 +139,85 @@ def _host_speed(cell: Measured) -> float:
     return rates.host_seconds_of_block * cell.ms / predicted
 
 
-def cells_of(path: Path) -> Iterator[Measured]:
-    """Cells of a file that the model covers: this package or non-private, FSDP2 or one card."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        return
-    if is_bundle(found):
-        yield from _of_series(path.stem, found)
-    elif "cells" in found:
-        yield from _of_steps(path.stem, found)
-    elif "rows" in found:
-        yield from _of_earlier(path.stem, found)
+def time_misses(compared: Iterable[Compared]) -> list[Compared]:
+    """Cells whose time is predicted worse than the tolerance."""
+    return [one for one in compared if abs(one.time_error) > TOLERANCE]
 
 
-def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
-    card = _card(found["device"])
-    for cell in found["cells"]:
-        plain = cell["wrapping"] != "leaves" and not cell["lora_rank"]
-        for row in cell["rows"]:
-            ours = row["package"] in ("this package", "torch") and row["status"] == "ok"
-            if not (card and plain and ours) or cell["model"] not in SHAPES:
-                continue
-            run = _run(cell["model"], found["world"], cell, row["mode"], row["deferred"],
-                       cell["checkpointing"])  # fmt: skip
-            if run is not None:
-                yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"])
+def memory_misses(compared: Iterable[Compared]) -> list[Compared]:
+    """Cells whose memory is predicted worse than the tolerance."""
+    return [one for one in compared if abs(one.memory_error) > TOLERANCE]
 
 
-def _of_earlier(name: str, found: dict[str, Any]) -> Iterator[Measured]:
-    for row in found["rows"]:
-        card = _card(row.get("card") or found.get("card", ""))
-        package = row.get("package", "")
-        other = "pip opacus" in package or "stored shards" in package or row.get("lora")
-        if other or "case" not in row or "ms" not in row or not card:
-            continue
-        mode = "no_dp" if row["case"] == "nondp" else row["case"]
-        deferred = row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1"
-        cell = {"batch": row["batch"], "tokens": row["seq"]}
-        run = _run(f"llama3-{row['model']}", row.get("world", 1), cell, mode, deferred, False)
-        if run is not None:
-            yield Measured(name, card, run, row["ms"], row["peak_gb"])
-
-
-def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
-    for result in found["results"]:
-        card, config = _card(result["device"]), result["config"]
-        plain = not config["lora_rank"] and config["optimizer"] == "sgd"
-        if not (card and plain) or result["model"] not in SHAPES:
-            continue
-        cell = {"batch": result["batch_size"], "tokens": result["seq_length"]}
-        mode = "no_dp" if result["mode"] == "no_dp_single" else result["mode"]
-        run = _run(result["model"], result["num_gpus"], cell, mode, bool(result["deferred"]),
-                   config["checkpointing"])  # fmt: skip
-        if run is not None:
-            yield Measured(name, card, run, result["median_time_ms"], result["peak_memory_gb"])
-
-
-def _run(
-    model: str, world: int, cell: dict[str, Any], mode: str, deferred: bool, checkpointing: bool
-) -> Run | None:
-    if mode not in MODELLED or (world == 1 and mode != "no_dp"):
-        return None
-    return Run(SHAPES[model], world, cell["tokens"], cell["batch"], mode, checkpointing, deferred)
-
-
-def _card(name: str) -> str:
-    return next((card for card in ("h100", "h200") if card in name.lower()), "")
-
-
-def misses(compared: Sequence[Compared]) -> list[Compared]:
+def misses(compared: Iterable[Compared]) -> list[Compared]:
     """Cells whose time or memory is predicted worse than the tolerance."""
-    return [one for one in compared if max(abs(one.time_error), abs(one.memory_error)) > TOLERANCE]
+    return [one for one in compared if time_misses([one]) or memory_misses([one])]
+
+
+def counts(compared: Sequence[Compared]) -> dict[str, tuple[int, int]]:
+    """How many cells of each kind are within the tolerance, and of how many."""
+    free = [c for c in compared if not c.fitted]
+    host = [c for c in free if c.host_bound]
+    today = [c for c in host if not c.earlier_time]
+    by_time = {
+        "time, the device sets the pace": [c for c in free if not c.host_bound],
+        "time, the host sets the pace, private": [c for c in today if c.measured.run.private],
+        "time, the host sets the pace, non-private": [
+            c for c in today if not c.measured.run.private
+        ],
+        "time, the host sets the pace, earlier package (listed only)": [
+            c for c in host if c.earlier_time
+        ],
+        "time, all of these": free,
+        "time, fitted cells too": list(compared),
+    }
+    by_memory = {
+        "memory": [c for c in compared if not c.measured.earlier_memory],
+        "memory, earlier package (listed only)": [c for c in compared if c.measured.earlier_memory],
+    }
+    return {
+        **{what: (len(of) - len(time_misses(of)), len(of)) for what, of in by_time.items()},
+        **{what: (len(of) - len(memory_misses(of)), len(of)) for what, of in by_memory.items()},
+    }
+
+
+def scatter(compared: Iterable[Compared]) -> Iterator[tuple[str, float, float]]:
+    """Of each call the shortest and the longest non-private step whose pace the host sets.
+
+    The cells differ in their tokens, which cost the host nothing; milliseconds.
+    """
+    times: dict[tuple[object, ...], list[float]] = {}
+    for one in compared:
+        cell, run = one.measured, one.measured.run
+        if _tells(cell):
+            key = (cell.file, cell.call, run.gpus, run.shape, run.checkpointing)
+            times.setdefault(key, []).append(cell.ms)
+    for key, found in times.items():
+        if len(found) > 1:
+            yield str(key[0]), min(found), max(found)
+
+
+def summary(compared: Sequence[Compared]) -> str:
+    """A table of how many cells are within the tolerance, and where the host itself is not."""
+    lines = [f"| cells | within {TOLERANCE:.0%} | of |", "|---|---:|---:|"]
+    lines += [
+        f"| {what} | {within} | {all_} |" for what, (within, all_) in counts(compared).items()
+    ]
+    noisy = [
+        f"`{file}` ({low:.0f} to {high:.0f} ms)"
+        for file, low, high in scatter(compared)
+        if high > (1 + TOLERANCE) * low
+    ]
+    text = ", ".join(noisy) or "none"
+    return (
+        "\n".join(lines)
+        + f"\n\nCalls whose host took times that differ by more than {TOLERANCE:.0%} "
+        f"for the same non-private work: {text}.\n"
+    )
 
 
 def markdown(compared: Sequence[Compared]) -> str:
-    """A table of all cells; misses in bold, cells that were fitted marked."""
+    """A table of all cells; misses in bold, cells that were fitted or are of old marked."""
     lines = [
         "| file | cards | cell | mode | pace | ms | predicted | error | GiB | predicted | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -215,12 +225,14 @@ def markdown(compared: Sequence[Compared]) -> str:
     for one in compared:
         cell = one.measured
         run = cell.run
-        time = _percent(one.time_error) + (" (fitted)" if cell.fitted else "")
+        time = _percent(one.time_error) + " (fitted)" * one.fitted
+        time += " (earlier package)" * one.earlier_time
+        memory = _percent(one.memory_error) + " (earlier package)" * cell.earlier_memory
         mode = run.mode + "+deferred" * run.deferred
         lines.append(
             f"| {cell.file} | {run.gpus} {cell.card} | {_cell(run)} | `{mode}` "
             f"| {'host' if one.host_bound else 'device'} | {cell.ms:.0f} | {one.ms:.0f} | {time} "
-            f"| {cell.peak_gb:.1f} | {one.peak_gb:.1f} | {_percent(one.memory_error)} |"
+            f"| {cell.peak_gb:.1f} | {one.peak_gb:.1f} | {memory} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -247,13 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown is not None:
         args.markdown.write_text(table)
     print(table)
-    for what, errors in [
-        ("time, cells not fitted", [c.time_error for c in compared if not c.measured.fitted]),
-        ("time, all cells", [c.time_error for c in compared]),
-        ("memory", [c.memory_error for c in compared]),
-    ]:
-        within = sum(abs(error) <= TOLERANCE for error in errors)
-        print(f"{what}: {within} of {len(errors)} within {TOLERANCE:.0%}")
+    print(summary(compared))
     return 0
 
 

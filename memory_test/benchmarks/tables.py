@@ -15,7 +15,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks import experiment_tables, rival_tables, scale_check, step_results
+from memory_test.benchmarks import (
+    experiment_tables,
+    rival_tables,
+    scale_check,
+    step_results,
+    turn_tables,
+)
 from memory_test.common.results import write_text
 from opacus.scale import SHAPES, Run, predict, rates_of
 
@@ -54,22 +60,8 @@ def check_table() -> str:
 def summary_table() -> str:
     """How many cells are within the tolerance, and which are not."""
     compared = scale_check.compare_all()
-    free = [c for c in compared if not c.measured.fitted]
-    tolerance = scale_check.TOLERANCE
-    by_device = [c.time_error for c in free if not c.host_bound]
-    by_host = [c.time_error for c in free if c.host_bound]
-    memory = [c.memory_error for c in compared]
-    lines = [
-        f"Within {tolerance:.0%}, of cells that were not fitted: the time of {_within(by_device)} "
-        f"where the device is predicted to set the pace, and of {_within(by_host)} where the host "
-        f"is; the memory of {_within(memory)} of all cells. What is missed:",
-        "",
-    ]
-    return "\n".join(lines) + "\n" + scale_check.markdown(scale_check.misses(compared))
-
-
-def _within(errors: list[float]) -> str:
-    return f"{sum(abs(e) <= scale_check.TOLERANCE for e in errors)} of {len(errors)}"
+    missed = scale_check.markdown(scale_check.misses(compared))
+    return f"{scale_check.summary(compared)}\nWhat is missed:\n\n{missed}"
 
 
 def scale_table(card: str = "h100") -> str:
@@ -99,6 +91,7 @@ def _predict(card: str, model: str, gpus: int, batch: int, mode: str):  # noqa: 
 
 TABLES: dict[str, Callable[[], str]] = {
     "steps": steps_table,
+    "turns": lambda: turn_tables.turns_table(RESULTS),
     "check": check_table,
     "summary": summary_table,
     "scale": scale_table,

@@ -67,12 +67,23 @@ def describe(error: BaseException, rank: int = -1) -> Failure:
         first = first[first.index("can't allocate memory: ") :]
     if isinstance(error, UsageError):
         return Failure("usage", text, rank)
-    details = "".join(traceback.format_exception(error)[-12:])
+    details = "".join(traceback.format_exception(error)[-12:]) + _causes(error)
     if isinstance(error, StorageError) or getattr(error, "errno", None) == errno.ENOSPC:
         return Failure("storage", first, rank, details)
     if is_out_of_memory(error):
         return Failure("out_of_memory", first, rank, details)
     return Failure("error", f"{type(error).__name__}: {first}", rank, details)
+
+
+def _causes(error: BaseException) -> str:
+    """A line for each exception that led to ``error``, which long traces leave out."""
+    lines, known = [], {id(error)}
+    cause = error.__cause__ or error.__context__
+    while cause is not None and id(cause) not in known:
+        known.add(id(cause))
+        lines.append(f"caused by: {type(cause).__name__}: {cause}\n")
+        cause = cause.__cause__ or cause.__context__
+    return "".join(lines)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 from memory_test.common.failures import StorageError
 from memory_test.common.memory import MB, peak_mb, reset_peak
 from memory_test.common.results import time_summary
-from memory_test.torch_profile.kernels import kernels_of, summary
+from memory_test.torch_profile.kernel_kinds import kernels_of, summary
 from memory_test.torch_profile.snapshots import memory_summary, record_snapshot
 from memory_test.torch_profile.traces import check_trace, find_traces, read_trace
 
@@ -105,6 +105,7 @@ def _profile(
         record_shapes=True,
         profile_memory=True,
         with_stack=stacks,
+        acc_events=True,  # there is one cycle; without this torch warns that others are dropped
     ) as profiler:
         for _ in range(1 + steps):
             step()

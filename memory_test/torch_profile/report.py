@@ -9,7 +9,7 @@ from typing import Any
 
 from memory_test.common.comparison import table
 from memory_test.common.results import write_bytes, write_text
-from memory_test.torch_profile.kernels import KINDS
+from memory_test.torch_profile.kernel_kinds import KINDS
 from memory_test.torch_profile.phases import PHASES
 
 Result = dict[str, Any]

@@ -25,7 +25,7 @@ EXPECTED = {
     "trainers.py": {"Trainer", "StandardTrainer", "DPSGDTrainer", "DPGhostClippingTrainer"},
     "phases.py": {"Ranges", "watch_private_step"},
     "traces.py": {"PhaseMap", "check_trace", "read_trace"},
-    "kernels.py": {"kind_of", "kernels_of", "summary"},
+    "kernel_kinds.py": {"kind_of", "kernels_of", "summary"},
     "recording.py": {"record", "measure_times", "snapshot"},
     "snapshots.py": {"memory_summary", "record_snapshot"},
     "report.py": {"write_report", "write_scalars"},

@@ -27,10 +27,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mode", choices=MODES, default="ghost_fsdp_bk")
     add("--card", choices=tuple(read()), default="h100")
     add("--checkpointing", action="store_true", help="activation checkpointing of blocks")
-    add("--deferred", action="store_true", help="deferred norms without a memory budget")
+    add("--deferred", action="store_true", help="deferred norms")
     add("--shard", type=int, help="ranks of one replica (HSDP); default: all")
     add("--optimizer", choices=OPTIMIZERS, default="sgd")
     add("--node", type=int, default=8, help="GPUs of one host")
+    add("--drop-logits", action="store_true",
+        help="the loop lets go of the model's output before the backward pass")  # fmt: skip
     add("--json", action="store_true")
     return parser.parse_args(argv)
 
@@ -69,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard=args.shard,
             optimizer=args.optimizer,
             node=args.node,
+            holds_logits=not args.drop_logits,
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -65,15 +65,20 @@ def duration_of(run: Run, rates: Rates) -> Duration:
 
 
 def _host(run: Run, rates: Rates) -> float:
-    ratio = {
-        "none": 1.0,
-        "one_pass": rates.host_ratio_one_pass,
-        "two_pass": rates.host_ratio_two_pass,
-    }[run.strategy]
     # FSDP2 does about half of the host's work of a block.
     share = 1.0 if run.gpus > 1 else 0.4
     again = 4 / 3 if run.checkpointing else 1.0
-    return rates.host_seconds_of_block * (run.shape.layers + 1) * ratio * share * again
+    blocks = run.shape.layers + 1
+    return rates.host_seconds_of_block * blocks * _host_ratio(run, rates) * share * again
+
+
+def _host_ratio(run: Run, rates: Rates) -> float:
+    if run.strategy == "two_pass":
+        return rates.host_ratio_two_pass
+    if run.strategy == "one_pass":
+        flash = run.mode.startswith("flash")
+        return rates.host_ratio_one_pass_flash if flash else rates.host_ratio_one_pass
+    return 1.0
 
 
 def _products(run: Run) -> float:

@@ -1,8 +1,10 @@
 """Peak memory of a rank.
 
-Three moments can be the peak: the start of the backward pass, when all activations and the
-logits are there; the end of a backward pass in which autograd forms gradients, when embedding and
-head are reduced; and the clipped sum of what a single backward pass kept.
+Four moments can be the peak: the gradient of the loss, when all activations and copies of the
+logits are there; the backward pass of the last block, which is computed again before it where
+activations are checkpointed, when the logits are gone; the end of a backward pass in which autograd
+forms gradients, when embedding and head are reduced; and the clipped sum of what a single
+backward pass kept.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from opacus.scale.held import held_bytes
 from opacus.scale.rates import Rates
 from opacus.scale.run import OPTIMIZERS, Run
 
-LOGIT_COPIES = 4  # logits, their log-softmax, its gradient, and that for the uncut sequence
+# The log-softmax, which autograd saves, its gradient, and that of the logits, made from both.
+# Logits that the training loop holds (``Run.holds_logits``) come on top, and stay to the end.
+LOGIT_COPIES = 3
+# Of what a device holds when the backward pass starts, this part may wait for deferred norms.
+DEFERRED_SHARE = 1 / 20
 BUCKET_BYTES = 4 << 27  # one bucket of the clipped sum in fp32
 BUCKETS_IN_FLIGHT = 2
 
@@ -43,9 +49,8 @@ class Memory:
 
 def memory_of(run: Run, rates: Rates) -> Memory:
     """Predict the peak memory of one rank."""
-    parameters = run.shape.parameters / run.sharded_over
-    state = parameters * (run.parameter_bytes + OPTIMIZERS[run.optimizer])
-    moments = {"activations": state + _activations(run)}
+    state = _state(run)
+    moments = {"loss": state + _loss(run), "block": state + _block(run, rates)}
     if run.strategy == "one_pass":
         moments["clipped sum"] = state + _clipped_sum(run, rates)
     else:
@@ -53,19 +58,59 @@ def memory_of(run: Run, rates: Rates) -> Memory:
     return Memory(state, moments)
 
 
-def _activations(run: Run) -> float:
-    shape, tokens = run.shape, run.tokens_here
-    each = shape.activation_bytes_of_block
-    again = shape.layers * 2 * shape.hidden + each  # inputs of all blocks, and one block
-    blocks = again if run.checkpointing else shape.layers * each
-    logits = LOGIT_COPIES * shape.logit_bytes
-    at_start = blocks + shape.last_bytes + logits
-    if run.deferred and run.strategy == "two_pass":
-        # The graph stays, and with it logits and log-softmax; all backprops wait.
-        waiting = shape.layers * _backprops(run) + shape.logit_bytes
-        kept = blocks + shape.last_bytes + 2 * shape.logit_bytes
-        at_start = max(at_start, kept + waiting)
-    return tokens * at_start + _unsharded(run)
+def _state(run: Run) -> float:
+    return (
+        run.shape.parameters / run.sharded_over * (run.parameter_bytes + OPTIMIZERS[run.optimizer])
+    )
+
+
+def _loss(run: Run) -> float:
+    """The gradient of the loss: what the forward pass saved, and copies of the logits."""
+    shape = run.shape
+    each = shape.layers * _saved_of_block(run) + shape.last_bytes + LOGIT_COPIES * shape.logit_bytes
+    return run.tokens_here * each + _held_logits(run) + _unsharded(run)
+
+
+def _block(run: Run, rates: Rates) -> float:
+    """The first block that is gone back through, the last of the model.
+
+    The gradient of the product of its gate replaces that product, and those of both factors are
+    new. Beside it lies what the head has left: its gradient, until the root is reduced, or what a
+    single backward pass keeps of it; where the graph is needed again, the log-softmax.
+    """
+    shape = run.shape
+    saved = shape.layers * _saved_of_block(run) + 2 * shape.hidden + 4 * shape.mlp
+    if run.checkpointing:
+        saved += shape.activation_bytes_of_block
+    if run.strategy == "one_pass":
+        head = held_bytes(run, rates).head
+    else:
+        head = 2.0 * shape.vocab * shape.hidden
+    if run.strategy == "two_pass":
+        saved += shape.last_bytes
+        head = max(head, run.tokens_here * shape.logit_bytes + _waiting(run))
+    return run.tokens_here * saved + head + _held_logits(run) + _unsharded(run)
+
+
+def _waiting(run: Run) -> float:
+    """Backprops that wait for deferred norms: all of them, or what they may hold."""
+    if not run.deferred:
+        return 0.0
+    shape = run.shape
+    at_start = shape.layers * _saved_of_block(run) + shape.last_bytes + shape.logit_bytes
+    limit = run.tokens_here * at_start + _held_logits(run) + _unsharded(run) + _state(run)
+    return min(1.0 * run.tokens_here * shape.layers * _backprops(run), DEFERRED_SHARE * limit)
+
+
+def _saved_of_block(run: Run) -> int:
+    """Bytes of a token that the forward pass leaves of a block: with checkpointing its input."""
+    shape = run.shape
+    return 2 * shape.hidden if run.checkpointing else shape.activation_bytes_of_block
+
+
+def _held_logits(run: Run) -> float:
+    """The logits of all tokens, where the training loop holds them during the backward pass."""
+    return 1.0 * run.tokens_here * run.shape.logit_bytes * run.holds_logits
 
 
 def _backprops(run: Run) -> int:
@@ -83,7 +128,7 @@ def _unsharded(run: Run) -> float:
 def _gradients(run: Run) -> float:
     """All gradients are reduced but those outside the blocks, which are being so."""
     shape = run.shape
-    logits = run.tokens_here * shape.logit_bytes
+    logits = _held_logits(run)
     if run.gpus == 1:
         return 2.0 * shape.parameters + logits
     blocks = shape.layers * shape.block_parameters
@@ -102,5 +147,5 @@ def _clipped_sum(run: Run, rates: Rates) -> float:
     held = held_bytes(run, rates)
     buckets = max(BUCKET_BYTES, 4 * head) + BUCKETS_IN_FLIGHT * BUCKET_BYTES
     summed = 4 * shape.parameters / run.sharded_over
-    logits = run.tokens_here * shape.logit_bytes
+    logits = _held_logits(run)
     return max(held.total, summed + held.head) + buckets + logits

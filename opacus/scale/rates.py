@@ -29,7 +29,8 @@ class Rates:
         network_bytes: The same from other hosts.
         host_seconds_of_block: Time that Python and launches take for a block, non-private.
         host_ratio_one_pass: How much more Python a step takes with one backward pass.
-        host_ratio_two_pass: The same with two.
+        host_ratio_one_pass_flash: The same where Triton kernels compute the norms.
+        host_ratio_two_pass: The same with two backward passes, whatever computes the norms.
     """
 
     memory_bytes: float
@@ -44,6 +45,7 @@ class Rates:
     network_bytes: float
     host_seconds_of_block: float
     host_ratio_one_pass: float
+    host_ratio_one_pass_flash: float
     host_ratio_two_pass: float
 
 

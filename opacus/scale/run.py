@@ -30,10 +30,13 @@ class Run:
         batch: Samples B of a rank.
         mode: One of :data:`MODES`.
         checkpointing: Whether blocks are computed again in the backward pass.
-        deferred: Whether all backprops wait for the end of the first backward pass.
+        deferred: Whether backprops wait for the end of the first backward pass, within the budget
+            that deferred norms have by default.
         shard: Ranks over which a replica is sharded (HSDP); ``None``: over all.
         optimizer: One of :data:`OPTIMIZERS`.
         node: GPUs of one host, which are linked faster than hosts are.
+        holds_logits: Whether the training loop holds the model's output during the backward pass,
+            as one does that has it in a variable.
     """
 
     shape: LlamaShape
@@ -46,6 +49,7 @@ class Run:
     shard: int | None = None
     optimizer: str = "sgd"
     node: int = 8
+    holds_logits: bool = True
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tokens", "batch", "node"):

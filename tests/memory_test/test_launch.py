@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 import sys
 import time
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ import torch
 from memory_test.common.failures import StorageError, UsageError, describe, fail_if_planted
 from memory_test.common.launch import count_processes, run_processes
 from memory_test.common.results import failure_path, prepare_folder, write_json
+
+MEMORY_TEST = Path(__file__).parents[2] / "memory_test"
 
 
 def python(code: str) -> list[str]:
@@ -111,3 +116,28 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         prepare_folder(tmp_path)
     assert failure_path(tmp_path / "a.json").name == "a.failure.json"
+
+
+def test_no_script_is_taken_for_a_package_that_transformers_looks_for():
+    """The folder of a script that runs comes first where modules are looked for."""
+    scripts = [p for p in MEMORY_TEST.glob("*/*.py") if p.stem != "__init__"]
+    folders, names = sorted({str(p.parent) for p in scripts}), {p.stem for p in scripts}
+    code = (
+        f"import sys; sys.path[:0] = {folders}; import transformers; "
+        f"transformers.LlamaConfig, transformers.LlamaForCausalLM; found = set(sys.modules); "
+        f"print('taken:', sorted(found & {names}), 'in', len(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "taken: [] in" in done.stdout, done.stdout + done.stderr
+
+
+def test_details_of_a_failure_end_with_what_caused_it():
+    try:
+        try:
+            import_module("a_module_that_is_not_there")
+        except ImportError as error:
+            raise RuntimeError("no model") from error
+    except RuntimeError as error:
+        details = describe(error).details
+    assert "RuntimeError: no model" in details
+    assert details.rstrip().splitlines()[-1].startswith("caused by: ModuleNotFoundError: No module")

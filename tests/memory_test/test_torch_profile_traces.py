@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memory_test.torch_profile import recording, snapshots
-from memory_test.torch_profile.kernels import KINDS, Kernel, kernels_of, kind_of, summary
+from memory_test.torch_profile.kernel_kinds import KINDS, Kernel, kernels_of, kind_of, summary
 from memory_test.torch_profile.model import Shape, build_model
 from memory_test.torch_profile.traces import PhaseMap, check_trace, find_traces, read_trace
 from memory_test.torch_profile.trainers import TRAINERS, Settings

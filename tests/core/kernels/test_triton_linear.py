@@ -213,7 +213,18 @@ def test_more_than_two_billion_elements(features) -> None:
     g = draw(2, 36000, 16, dtype=torch.bfloat16)
     check(norms("width", a, g), product_definition(a, g), a.dtype)
     part, g = a[:, -300:], g[:, -300:]
-    check(norms("input_length", part, g), product_definition(part, g), a.dtype)
+    check(norms("input_length", part, g), product_definition(part, g), a.dtype, features)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("summed", [4096, 32768])
+def test_sums_of_one_sign_lose_no_more_than_documented(algorithm, summed) -> None:
+    """All products positive, the worst case for sums that are cut off instead of rounded."""
+    tokens, d = (summed, 128) if algorithm == "width" else (128, summed)
+    a = (torch.rand(2, tokens, d, device=DEVICE) + 0.5).bfloat16()
+    g = (torch.rand(2, tokens, d, device=DEVICE) + 0.5).bfloat16()
+    check(norms(algorithm, a, g), product_definition(a, g), a.dtype, 2 * summed)
 
 
 @pytest.mark.gpu

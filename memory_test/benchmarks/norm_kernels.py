@@ -1,7 +1,7 @@
 """Times the Triton norm kernels on a GPU against what they replace.
 
-    python memory_test/benchmarks/kernels.py --out result.json [--sections width gram ...]
-    python memory_test/benchmarks/kernels.py --sweep
+    python memory_test/benchmarks/norm_kernels.py --out result.json [--sections width gram ...]
+    python memory_test/benchmarks/norm_kernels.py --sweep
 
 Every case is first checked against float64; one wrong result and nothing is reported. The
 kernel and its baseline are timed in turn, so that both see the same clocks. Times are medians

@@ -1,0 +1,177 @@
+"""Every measured cell that the cost model covers, and which package it measured.
+
+Reads all files of ``memory_test/results``, of ``steps.py``, of series and of earlier scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from memory_test.common.results import is_bundle
+from opacus.scale import MODES as MODELLED
+from opacus.scale import SHAPES, Run
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SERIES = "experiments"  # the folder in it
+# Cells by which rates.json was fitted: file, mode, batch, tokens. Rates of the device were fitted
+# to a call whose file is not kept; the same cells of the next call are not counted as checks.
+FIRST = "2026-11-28_h200x2_one_pass_1b"
+LATER, LAST = f"{FIRST}_later", f"{FIRST}_last"
+BY_TURNS, IN_SERIES = "2026-11-28_h200x2_steps_deferred", "2026-11-28_h200x2"
+FITTED = {
+    (FIRST, "no_dp", 2, 8192), (FIRST, "no_dp", 4, 4096), (FIRST, "no_dp", 16, 1024),
+    (FIRST, "no_dp", 16, 512), (FIRST, "ghost_fsdp_bk", 16, 1024),
+    (FIRST, "ghost_fsdp_bk", 2, 8192),
+    ("2026-11-28_h100x2_ghost_fsdp_1b", "no_dp", 4, 4096),
+    # Ratios of the host's time: of each call of today's package its smallest cell.
+    (LATER, "ghost_fsdp_bk", 1, 1024), (IN_SERIES, "ghost_fsdp_bk", 1, 1024),
+    (LAST, "ghost_fsdp_bk", 4, 1024),
+    (IN_SERIES, "flash_fsdp_bk", 1, 1024), (LAST, "flash_fsdp_bk", 4, 1024),
+    (IN_SERIES, "ghost_fsdp", 1, 1024),
+    (BY_TURNS, "ghost_fsdp", 1, 2048), (BY_TURNS, "flash_fsdp", 1, 2048),
+}  # fmt: skip
+# Files of before noise was added by one kernel and a layer took less of the host's time.
+EARLIER_HOST = {
+    "2026-11-28_h100x2_ghost_fsdp_1b",
+    "2026-11-28_h200x2_ghost_fsdp_1b",
+    "2026-11-28_h200x2_one_pass_1b_earlier",
+    FIRST,
+}
+# How much of the host's time a step took then, relative to the non-private step.
+EARLIER_RATIOS = {"host_ratio_one_pass": 1.23, "host_ratio_one_pass_flash": 1.23,
+                  "host_ratio_two_pass": 2.62}  # fmt: skip
+# Files of before deferred norms kept to a twentieth of what is held: without a limit, or to a
+# twentieth of the whole device.
+EARLIER_DEFERRED = {
+    "2026-11-28_h100x2_ghost_fsdp_1b",
+    "2026-11-28_h200x2_ghost_fsdp_1b",
+    IN_SERIES,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured cell.
+
+    Attributes:
+        file: Name of the result file.
+        card: ``"h100"`` or ``"h200"``.
+        run: The same for the cost model.
+        ms: Median time of a step.
+        peak_gb: Peak memory in GiB.
+        call: Number of the call in a file of several, which ran on different hosts.
+    """
+
+    file: str
+    card: str
+    run: Run
+    ms: float
+    peak_gb: float
+    call: int = 0
+
+    @property
+    def fitted(self) -> bool:
+        """Whether rates were fitted to its time."""
+        run = self.run
+        return not run.deferred and (self.file, run.mode, run.batch, run.tokens) in FITTED
+
+    @property
+    def earlier_time(self) -> bool:
+        """Whether the package took more of the host's time when this was measured."""
+        return self.run.private and self.file in EARLIER_HOST
+
+    @property
+    def earlier_memory(self) -> bool:
+        """Whether the package held more memory when this was measured."""
+        run = self.run
+        waits = run.deferred and run.strategy == "two_pass"
+        return waits and self.file in EARLIER_DEFERRED
+
+
+def all_files(folder: Path = RESULTS) -> list[Path]:
+    """The result files, series last."""
+    return [*sorted(folder.glob("*.json")), *sorted((folder / SERIES).glob("*.json"))]
+
+
+def cells_of(path: Path) -> Iterator[Measured]:
+    """Cells of a file that the model covers: this package or non-private, FSDP2 or one card."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        return
+    if is_bundle(found):
+        yield from _of_series(path.stem, found)
+    elif "cells" in found:
+        yield from _of_steps(path.stem, found)
+    elif "rows" in found:
+        yield from _of_earlier(path.stem, found)
+
+
+def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
+    card = _card(found["device"])
+    for cell in found["cells"]:
+        plain = cell["wrapping"] != "leaves" and not cell["lora_rank"]
+        for row in cell["rows"]:
+            ours = row["package"] in ("this package", "torch") and row["status"] == "ok"
+            if not (card and plain and ours) or cell["model"] not in SHAPES:
+                continue
+            run = _run(cell["model"], found["world"], cell, row["mode"], row["deferred"],
+                       checkpointing=cell["checkpointing"])  # fmt: skip
+            if run is not None:
+                yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"])
+
+
+def _of_earlier(name: str, found: dict[str, Any]) -> Iterator[Measured]:
+    for row in found["rows"]:
+        card = _card(row.get("card") or found.get("card", ""))
+        package = row.get("package", "")
+        other = "pip opacus" in package or "stored shards" in package or row.get("lora")
+        if other or "case" not in row or "ms" not in row or not card:
+            continue
+        mode = "no_dp" if row["case"] == "nondp" else row["case"]
+        deferred = row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1"
+        cell = {"batch": row["batch"], "tokens": row["seq"]}
+        # These scripts held the model's output in a variable; those of today do not.
+        run = _run(f"llama3-{row['model']}", row.get("world", 1), cell, mode, deferred, holds=True)
+        if run is not None:
+            yield Measured(name, card, run, row["ms"], row["peak_gb"], row.get("call", 0))
+
+
+def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
+    for result in found["results"]:
+        card, config = _card(result["device"]), result["config"]
+        plain = not config["lora_rank"] and config["optimizer"] == "sgd"
+        if not (card and plain) or result["model"] not in SHAPES:
+            continue
+        cell = {"batch": result["batch_size"], "tokens": result["seq_length"]}
+        mode = "no_dp" if result["mode"] == "no_dp_single" else result["mode"]
+        run = _run(result["model"], result["num_gpus"], cell, mode, bool(result["deferred"]),
+                   checkpointing=config["checkpointing"])  # fmt: skip
+        if run is not None:
+            yield Measured(name, card, run, result["median_time_ms"], result["peak_memory_gb"])
+
+
+def _run(
+    model: str,
+    world: int,
+    cell: dict[str, Any],
+    mode: str,
+    deferred: bool,
+    *,
+    checkpointing: bool = False,
+    holds: bool = False,
+) -> Run | None:
+    if mode not in MODELLED or (world == 1 and mode != "no_dp"):
+        return None
+    return Run(SHAPES[model], world, cell["tokens"], cell["batch"], mode, checkpointing, deferred,
+               holds_logits=holds)  # fmt: skip
+
+
+def _card(name: str) -> str:
+    return next((card for card in ("h100", "h200") if card in name.lower()), "")
