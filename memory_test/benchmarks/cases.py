@@ -9,6 +9,7 @@ from memory_test.common.failures import UsageError
 EAGER, COMPILED = "no_dp", "no_dp_compiled"
 BASELINES = (EAGER, COMPILED)
 DEFERRED = "+deferred"
+COMPILED_BLOCKS = "+compiled"
 WRAPPINGS = ("blocks", "leaves", "single")
 
 
@@ -30,10 +31,12 @@ class Way:
     Attributes:
         mode: ``"no_dp"``, ``"no_dp_compiled"`` or a ``grad_sample_mode``.
         deferred: Whether norms wait for the end of the backward pass.
+        compiled: Whether the blocks of a private model are compiled.
     """
 
     mode: str
     deferred: bool = False
+    compiled: bool = False
 
     @property
     def private(self) -> bool:
@@ -41,7 +44,7 @@ class Way:
         return self.mode not in BASELINES
 
     def __str__(self) -> str:
-        return self.mode + DEFERRED * self.deferred
+        return self.mode + DEFERRED * self.deferred + COMPILED_BLOCKS * self.compiled
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,23 @@ def cells_of(text: str) -> tuple[Cell, ...]:
 
 
 def ways_of(text: str) -> tuple[Way, ...]:
-    """Private modes from ``"ghost_fsdp_bk,ghost_fsdp+deferred"``.
+    """Private modes from ``"ghost_fsdp_bk,ghost_fsdp+deferred,ghost_bk+compiled"``.
 
     Raises:
         UsageError: One of them is not private.
     """
     names = [name for name in text.split(",") if name]
-    ways = tuple(Way(n.removesuffix(DEFERRED), n.endswith(DEFERRED)) for n in names)
+    ways = tuple(_way_of(name) for name in names)
     for way in ways:
         if not way.private:
             raise UsageError(f"--modes {way}: non-private steps are measured anyway")
     return ways
+
+
+def _way_of(name: str) -> Way:
+    plain = name.removesuffix(COMPILED_BLOCKS)
+    mode = plain.removesuffix(DEFERRED)
+    return Way(mode, deferred=mode != plain, compiled=plain != name)
 
 
 # Time and peak memory in those of the best eager non-private step that single-backward modes are

@@ -97,7 +97,7 @@ def build(recipe: Recipe, way: Way, runtime: Runtime) -> Contender:
     suite = recipe.suite
     plain, vocab = plain_model(recipe, runtime.device)
     names = [n for n, p in plain.named_parameters() if p.requires_grad]
-    if way.mode == COMPILED:
+    if way.mode == COMPILED or way.compiled:
         for block in blocks(plain):
             block.compile(dynamic=False)
     model: Any = plain.to(recipe.dtype) if not suite.sharded else _sharded(plain, recipe, way)

@@ -103,6 +103,7 @@ def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "mode": one.way.mode,
         "deferred": one.way.deferred,
+        "compiled": one.way.compiled,
         "private": one.way.private,
         "package": package if one.way.private else "torch",
         "status": "refused" if one.refused else "out_of_memory" if one.error else "ok",
@@ -163,6 +164,7 @@ def title(cell: dict[str, Any]) -> str:
 def label(row: dict[str, Any]) -> str:
     """Mode, with the package if it is another one."""
     name = row["mode"] + "+deferred" * row["deferred"]
+    name += "+compiled" * row.get("compiled", False)  # older files lack it
     other = row["private"] and row["package"] != "this package"
     return f"{name} ({row['package']})" if other else name
 

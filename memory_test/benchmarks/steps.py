@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--suite", default="fsdp-1b", help=f"one of {', '.join(SUITES)}")
     add("--cells", help="instead of those of the suite: BATCHxTOKENS,...")
-    add("--modes", help="private modes, MODE or MODE+deferred, ...")
+    add("--modes", help="private modes, MODE, MODE+deferred or MODE+compiled, ...")
     add("--model", help="built-in shape")
     add("--wrapping", choices=WRAPPINGS, help="how the private model is sharded")
     add("--lora", type=int, help="rank of adapters, 0 for none")

@@ -49,6 +49,7 @@ class Materialise:
         if key not in self._waiting:
             self._drop_abandoned(key)
             at_end_of_backward(self._finish)
+        record.hold()
         self._waiting.setdefault(key, []).append(record)
         self._elements[key] = self._elements.get(key, 0) + record.elements
         if self._elements[key] > WAITING_SHARE * record.rows * record.spec.elements:
@@ -93,6 +94,7 @@ class Materialise:
         if mean and not late:
             backprops = tree_map(lambda g: g * record.rows, backprops)
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
+        grads = record.owned(grads)
         for name, grad in grads.items():
             parameter = record.layer.module._parameters[name]
             assert parameter is not None

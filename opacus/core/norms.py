@@ -203,7 +203,7 @@ class NormLedger:
         rule = record.layer.rule
         self.formed_layers.add(record.spec.name)
         grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
-        for local, grad in grads.items():
+        for local, grad in record.owned(grads).items():
             owner = record.layer.owners[local]
             known = self.formed.get(owner)
             self.formed[owner] = grad if known is None else add_rows(known, grad)
@@ -371,6 +371,7 @@ def check_rows(record: Record, batch: int) -> None:
 
 def keep(record: Record) -> None:
     """The record is to be used once the backward pass has gone on."""
+    record.hold()
     record.versions = [t._version for t in record.tensors]
 
 

@@ -32,15 +32,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from opacus.core.lone_sample import LoneSample, WholeUse, is_alias, only_whole
+from opacus.core.compiled_tap import compiled_taps_from_environment
+from opacus.core.layer_hooks import LayerHooks
+from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
 from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
-from opacus.core.tap import ANCHOR, Tap, Use, prepared, tap_one, to_front
-from opacus.core.torch_internals import number_of_backward, under_functorch
+from opacus.core.tap import ANCHOR, Tap, Use, differentiable, prepared, tap_one, to_front
+from opacus.core.torch_internals import (
+    number_of_backward,
+    prepare_for_graphs,
+    renumber,
+    under_functorch,
+)
 
 
 @dataclass(eq=False)
@@ -125,6 +132,7 @@ class Record:
     generation: Generation
     forward_pass: ForwardPass | None = None
     versions: list[int] | None = None  # of the tensors, since it was kept
+    borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
 
     @property
     def elements(self) -> int:
@@ -139,6 +147,21 @@ class Record:
             return [*activations, backprops]
         leaves, _ = tree_flatten((activations, backprops))
         return [t for t in leaves if isinstance(t, Tensor)]
+
+    def hold(self) -> None:
+        """The record is used after its delivery: copy what is borrowed."""
+        if self.borrowed:
+            held = (self.activations, self.backprops)
+            self.activations, self.backprops = tree_map_only(Tensor, torch.clone, held)
+            self.borrowed = False
+
+    def owned(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``grads`` made from this record, none of which lies in memory that is borrowed."""
+        if not self.borrowed:
+            return grads
+        places = {t.untyped_storage().data_ptr() for t in self.tensors}
+        borrowed = {n for n, g in grads.items() if g.untyped_storage().data_ptr() in places}
+        return {n: g.clone() if n in borrowed else g for n, g in grads.items()}
 
     @property
     def batch(self) -> int:
@@ -176,6 +199,8 @@ class Recorder:
         # Runs the model without taps where its batch is one sample, if that is possible.
         self.lone: LoneSample | None = None
         self.bare = False  # whether layers run without taps now
+        # Whether compiled graphs contain taps, or end at each layer.
+        self.taps_in_graphs = compiled_taps_from_environment()
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
@@ -186,13 +211,13 @@ class Recorder:
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
         for layer in layers:
-            hooks = _LayerHooks(self, layer)
-            self.handles += [
-                layer.module.register_forward_pre_hook(hooks.before),
-                layer.module.register_forward_hook(
-                    hooks.after, with_kwargs=True, prepend=True, always_call=True
-                ),
-            ]
+            hooks = LayerHooks(self, layer)
+            before = layer.module.register_forward_pre_hook(hooks.before)
+            after = layer.module.register_forward_hook(
+                hooks.after, with_kwargs=True, prepend=True, always_call=True
+            )
+            self.handles += [renumber(before), renumber(after)]
+        prepare_for_graphs(PLAIN)
 
     @property
     def layer_handles(self) -> list[tuple[Any, Any]]:
@@ -247,6 +272,8 @@ class Recorder:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.in_backward:
             return
+        if not torch.compiler.is_compiling():
+            prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
         self.end_lone()  # of a forward pass that was interrupted
         if not self.enabled:
             return
@@ -302,7 +329,7 @@ class Recorder:
         if len(args) == 1 and not kwargs and type(args[0]) is type(output) is Tensor:
             return self._tap_one(layer, spec, args[0], output)
         outputs, out_tree = tree_flatten(output)
-        picked = [i for i, o in enumerate(outputs) if _differentiable(o)]
+        picked = [i for i, o in enumerate(outputs) if differentiable(o)]
         if not picked and self.detach:
             raise RuntimeError(
                 f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
@@ -316,7 +343,7 @@ class Recorder:
         for tensor in tensors:
             if type(tensor) is Tensor and not tensor.is_floating_point():
                 self._look_up(spec, tensor)
-        use = Use(self, layer, spec, self._forward_pass(), inputs, in_tree)
+        use = Use(self, layer, spec, self.forward_pass(), inputs, in_tree)
         picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
         self._register(use, picked_outputs[0].shape)
         tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
@@ -330,7 +357,7 @@ class Recorder:
             return output
         if not x.is_floating_point():
             self._look_up(spec, x)
-        use = Use(self, layer, spec, self._forward_pass(), None, None)
+        use = Use(self, layer, spec, self.forward_pass(), None, None)
         if output.shape[0:1] == (1,):
             output = self._spread(use, output, [x])
         self._register(use, output.shape)
@@ -353,7 +380,8 @@ class Recorder:
         if self.batch_dim(layer, first.dim()) == 0:
             self.indices.ran(layer.spec, inputs, first)
 
-    def _forward_pass(self) -> ForwardPass:
+    def forward_pass(self) -> ForwardPass:
+        """The call of the model that runs; outside of it, one of its own."""
         if self._current is not None:
             return self._current
         if not self._generation.waiting and not self.in_backward:
@@ -378,18 +406,27 @@ class Recorder:
 
     # --- backward ---
 
-    def deliver(self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
         """Build the record of one use and hand it to the sink."""
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
         if not torch.is_grad_enabled():
-            self.sink(self._record(use, tensors, grads))
+            self.sink(self._record(use, tensors, grads, borrowed))
             return
         with torch.no_grad():  # create_graph=True
-            self.sink(self._record(use, tensors, grads))
+            self.sink(self._record(use, tensors, grads, borrowed))
 
-    def _record(self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Record:
+    def _record(
+        self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
+    ) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         dim = self.batch_dim(layer, grads[0].dim())
         backprops = [to_front(g.detach(), dim) for g in grads]
@@ -411,6 +448,7 @@ class Recorder:
             reused=forward_pass.generation.uses.get(name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,
+            borrowed=borrowed,
         )
 
     def batch_dim(self, layer: Layer, output_dims: int) -> int:
@@ -425,68 +463,6 @@ class Recorder:
         return 0 if self.batch_first or lone else 1
 
 
-class _LayerHooks:
-    """The two hooks of one layer (an object, so that models can be copied and pickled)."""
-
-    def __init__(self, recorder: Recorder, layer: Layer) -> None:
-        self.recorder = recorder
-        self.layer = layer
-        # Parameters of the calls that are running, whose place detached ones have.
-        self._swapped: list[dict[str, nn.Parameter]] = []
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        recorder = self.recorder
-        if not (recorder.detach and recorder.active(module)):
-            return
-        parameters = self.layer.module._parameters
-        kept: dict[str, nn.Parameter] = {}
-        for name in self.layer.spec.params:
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
-                kept[name] = parameter
-        self._swapped.append(kept)
-        for name, parameter in kept.items():
-            parameters[name] = parameter.detach()  # type: ignore[assignment]
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        spec = None
-        if self._swapped:
-            kept = self._swapped.pop()
-            self.layer.module._parameters.update(kept)
-            if len(kept) == len(self.layer.spec.params):
-                spec = self.layer.spec  # all of them are trainable
-        if output is None or not self.recorder.active(module):
-            self._note_rows(output)
-            return None
-        try:
-            tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
-        except RuntimeError as error:
-            if not under_functorch():
-                raise
-            raise RuntimeError(
-                f"{self.layer.spec} belongs to a private model, which records its layers in "
-                "training, and not under torch.func (vmap, grad, ...): call disable_hooks() or "
-                "eval() on the wrapper first, or use the model of to_standard_module()"
-            ) from error
-        if self.recorder.indices.follows:
-            self.recorder.check_rows(self.layer, (args, kwargs), tapped)
-        return tapped
-
-    def _note_rows(self, output: Any) -> None:
-        """Of a layer that ran without a tap, in the forward pass of a lone sample."""
-        recorder, forward_pass = self.recorder, self.recorder._current
-        if forward_pass is None or not recorder.bare or not self.layer.trainable_now().params:
-            return
-        first = next((t for t in tree_leaves(output) if _differentiable(t)), None)
-        if first is not None and first.dim():
-            dim = 0 if first.dim() < 2 else recorder.batch_dim(self.layer, first.dim())
-            rows, name = forward_pass.rows, self.layer.spec.name
-            rows[name] = max(rows.get(name, 0), first.shape[dim])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_swapped": []}
-
-
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> Call:
     parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
     buffers = {n: b for n, b in module._buffers.items() if b is not None}
@@ -497,5 +473,5 @@ def _requires_grad(parameter: Tensor | None) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+# Of no use in a compiled graph.
+PLAIN = (Recorder, LayerHooks, IndexCheck, RepeatCheck, LoneSample, WholeUse, Use, Tap, Layer)

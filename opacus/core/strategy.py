@@ -71,6 +71,8 @@ class Ghost:
         budget_bytes: int | None = None,
     ) -> None:
         self.recorder = recorder
+        if self.retains_graph:  # compiled graphs with buffers to give away run backward only once
+            recorder.taps_in_graphs = False
         self.parameters = parameters
         self.deferred = deferred
         self.budget_bytes = budget_bytes
@@ -123,7 +125,7 @@ class Ghost:
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, bare=lone):
-            losses.sum().backward(retain_graph=retain_graph)
+            _backward(losses, retain_graph)
         self._refuse_leaks(before)
         self._refuse_repeats()
         self._note_samples(losses.shape[0])
@@ -287,7 +289,7 @@ class TwoPass(Ghost):
             weighted = weighted * rounded_down(factors, losses.dtype)
         try:
             with self._in(Phase.SUM):
-                weighted.sum().backward(retain_graph=retain_graph)
+                _backward(weighted, retain_graph)
         finally:
             self._factors = self._excluded = self._masking = self.ledger = None
 
@@ -341,6 +343,19 @@ class TwoPass(Ghost):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_factors": None, "_excluded": None, "_masking": None}
+
+
+def _backward(losses: Tensor, retain_graph: bool) -> None:
+    try:
+        losses.sum().backward(retain_graph=retain_graph)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise RuntimeError(
+            "parts of the model are compiled for one backward pass only, and this mode takes "
+            "two: use the mode with _bk at its end, which takes one, or set "
+            "torch._functorch.config.donated_buffer = False before the first step"
+        ) from error
 
 
 def default_budget(device: torch.device) -> int | None:

@@ -122,3 +122,8 @@ def prepared(activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
     if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
         activation = activation.expand(batch, *activation.shape[1:])
     return activation
+
+
+def differentiable(value: Any) -> bool:
+    """Whether this is a tensor that may have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +121,57 @@ def under_functorch() -> bool:
     """Whether ``vmap``, ``grad`` or the like of ``torch.func`` is running."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and bool(active())
+
+
+def renumber(handle: Any) -> Any:
+    """Give a hook of a module a number that hooks of equal modules have, too.
+
+    ``torch.compile`` makes a graph for each number that it meets: equal layers share one then. In
+    a version of torch whose handles are different they do not.
+
+    Returns:
+        The handle.
+    """
+    find, extra = getattr(handle, "hooks_dict_ref", None), getattr(handle, "extra_dict_ref", ())
+    hooks = None if find is None else find()
+    if not isinstance(hooks, dict) or handle.id not in hooks or not isinstance(extra, tuple):
+        return handle
+    first, number = next(iter(hooks)) == handle.id, -1
+    while number in hooks:
+        number -= 1
+    for numbered in (hooks, *(ref() for ref in extra)):
+        if numbered is not None and handle.id in numbered:
+            numbered[number] = numbered.pop(handle.id)
+    if first:
+        hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+    handle.id = number
+    return handle
+
+
+def prepare_for_graphs(plain: Iterable[type]) -> None:
+    """Let ``torch.compile``, if it has been imported, get along with a private model's hooks.
+
+    From now on it uses a graph only for modules with the hooks that it has seen. It leaves this
+    out by default: a graph of a model without hooks, or of this one before it got its hooks,
+    would be used for the private one too, whose layers would not be seen. Graphs that are there
+    already are dropped.
+
+    Args:
+        plain: Classes whose methods it is not to compile for their own sake, where they are
+            called between graphs: that takes long and gains nothing.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    config = getattr(dynamo, "config", None)  # none while it is being imported
+    if config is None or not getattr(config, "skip_nnmodule_hook_guards", False):
+        return
+    config.skip_nnmodule_hook_guards = False
+    dynamo.reset()
+    skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
+    for kind in plain if skip is not None else ():
+        for method in vars(kind).values():
+            function = getattr(method, "__func__", method)
+            if isinstance(function, FunctionType):
+                skip(function.__code__)
 
 
 # Hooks that are off for a while: of which module's, the number of the hook, the hook.

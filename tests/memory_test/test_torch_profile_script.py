@@ -241,7 +241,11 @@ def test_the_installation_is_in_order():
     ("name", "text", "message"),
     [
         ("model.py", "def broken(:\n", "model.py: line 1"),
-        ("kernel_kinds.py", "def kind_of(): ...\n", "kernel_kinds.py: does not define kernels_of, summary"),
+        (
+            "kernel_kinds.py",
+            "def kind_of(): ...\n",
+            "kernel_kinds.py: does not define kernels_of, summary",
+        ),
         ("traces.py", None, "traces.py: No such file"),
     ],
 )
