@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from opacus.core.agreement import describe, together
 from opacus.core.auto import Choice, chosen_for
+from opacus.core.compiled_tap import compiled_taps_from_environment
 from opacus.core.lone_sample import lone_sample_from_environment
 from opacus.core.modes import AUTO, MODES, Mode, mode_of
 from opacus.core.profiling import variables_set
@@ -176,6 +177,7 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
         deferred_from_environment()
     stored_shards_from_environment()
     lone_sample_from_environment()
+    compiled_taps_from_environment()
     variables_set()
 
 

@@ -178,7 +178,8 @@ def _of_file(name: str, found: Any) -> Iterator[Cell]:
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
     for cell in found["cells"]:
         for row in cell["rows"]:
-            if row["status"] != "ok" or cell["lora_rank"] or "compiled" in row["mode"]:
+            compiled = "compiled" in row["mode"] or row.get("compiled", False)
+            if row["status"] != "ok" or cell["lora_rank"] or compiled:
                 continue
             yield Cell(
                 call=name + _kind(cell),

@@ -119,6 +119,7 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
         plain = cell["wrapping"] != "leaves" and not cell["lora_rank"]
         for row in cell["rows"]:
             ours = row["package"] in ("this package", "torch") and row["status"] == "ok"
+            ours = ours and not row.get("compiled", False)  # which is not modelled
             if not (card and plain and ours) or cell["model"] not in SHAPES:
                 continue
             run = _run(cell["model"], found["world"], cell, row["mode"], row["deferred"],
