@@ -54,6 +54,11 @@ def key_of(hooks: LayerHooks) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
+def new_mark() -> Tensor:
+    """What a use of a layer leaves behind."""
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
 def tap(output: Tensor, x: Tensor, hooks: LayerHooks, names: tuple[str, ...]) -> Tensor:
     """``output`` of a layer that was called with ``x``, tapped; for use while compiling.
 
@@ -64,8 +69,10 @@ def tap(output: Tensor, x: Tensor, hooks: LayerHooks, names: tuple[str, ...]) ->
         names: Its parameters that are trainable now.
     """
     tapped: Tensor
-    # A result that outlives the graph: else the compiler moves the operator to the backward.
-    tapped, hooks.mark = _CompiledTap.apply(ANCHOR, output, x, hooks.key, " ".join(names))
+    # A result that outlives the graph: else the compiler moves the operator to the backward. That
+    # of the layer's last use goes in: else it merges two uses of one layer on the same input.
+    result = _CompiledTap.apply(ANCHOR, output, x, hooks.key, hooks.mark, " ".join(names))
+    tapped, hooks.mark = result
     return tapped
 
 
@@ -80,9 +87,9 @@ class _CompiledTap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, output: Tensor, x: Tensor, key: Tensor, names: str
+        ctx: Any, anchor: Tensor, output: Tensor, x: Tensor, key: Tensor, last: Tensor, names: str
     ) -> tuple[Tensor, Tensor]:
-        number, mark = torch.ops.opacus.begin_use(output, key, names)
+        number, mark = torch.ops.opacus.begin_use(output, x, key, last, names)
         ctx.save_for_backward(x, number)
         ctx.mark_non_differentiable(mark)
         # Unlike any other alias, this one may be changed in place by what follows the graph.
@@ -92,10 +99,12 @@ class _CompiledTap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, number = ctx.saved_tensors
         # The anchor's gradient is what keeps the operator in the graph.
-        return torch.ops.opacus.deliver(grads[0], x, number), grads[0], None, None, None
+        return torch.ops.opacus.deliver(grads[0], x, number), grads[0], None, None, None, None
 
 
-def _begin_use(output: Tensor, key: Tensor, names: str) -> tuple[Tensor, Tensor]:
+def _begin_use(
+    output: Tensor, x: Tensor, key: Tensor, last: Tensor, names: str
+) -> tuple[Tensor, Tensor]:
     if output.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is captured, which would not note a private model's layers when it is "
@@ -110,7 +119,7 @@ def _begin_use(output: Tensor, key: Tensor, names: str) -> tuple[Tensor, Tensor]
     value = next(_numbers)
     number.fill_(value)
     _links[value] = link
-    return number, torch.zeros((), dtype=torch.int64, device="cpu")
+    return number, new_mark()
 
 
 def _deliver(grad: Tensor, x: Tensor, number: Tensor) -> Tensor:
@@ -126,19 +135,34 @@ ADVICE = f"{VARIABLE}=0, which ends compiled graphs at each layer"
 _library = torch.library.Library("opacus", "FRAGMENT")
 # A replayed CUDA graph would not run them.
 _tags = tuple(t for t in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t is not None)
-_library.define("begin_use(Tensor output, Tensor key, str names) -> (Tensor, Tensor)", tags=_tags)
+_library.define(
+    "begin_use(Tensor output, Tensor x, Tensor key, Tensor last, str names) -> (Tensor, Tensor)",
+    tags=_tags,
+)
 _library.define("deliver(Tensor grad, Tensor x, Tensor number) -> Tensor", tags=_tags)
 for _kind in ("CPU", "CUDA"):
     _library.impl("begin_use", _begin_use, _kind)
     _library.impl("deliver", _deliver, _kind)
 
 
-def _fake_use(output: Tensor, key: Tensor, names: str) -> tuple[Tensor, Tensor]:
+def _fake_use(
+    output: Tensor, x: Tensor, key: Tensor, last: Tensor, names: str
+) -> tuple[Tensor, Tensor]:
     number = torch.empty(1, dtype=torch.int64, device="cpu")
+    number.opacus_input = x  # type: ignore[attr-defined]
     return number, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_zero(grad: Tensor, x: Tensor, number: Tensor) -> Tensor:
+    # While a graph is traced, with both operators in it, a tensor that was changed in place is
+    # another one. Afterwards, where the operators are in graphs of their own, nothing is known.
+    before = getattr(number, "opacus_input", None)
+    if before is not None and before is not x:
+        raise RuntimeError(
+            f"in a compiled graph of a private model the input of a layer, of shape "
+            f"{tuple(x.shape)}, is changed in place after the layer has run; change a copy, or set "
+            f"{ADVICE}"
+        )
     return torch.empty((), device="cpu")
 
 

@@ -137,6 +137,7 @@ class Exchange:
                 "per-sample gradients had been exchanged: set stored_shards='off'"
             )
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, record.backprops)
+        grads = record.owned(grads)
         for part, start in bucket.missing.pop(name):
             self._write(bucket, part, start, grads.get(part.local))
         self._start_full()

@@ -30,7 +30,7 @@ class LayerHooks:
         # Parameters of the calls that are running, whose place detached ones have.
         self._swapped: list[dict[str, nn.Parameter]] = []
         self.key = compiled_tap.key_of(self)
-        self.mark: Tensor | None = None  # see compiled_tap.tap
+        self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put detached parameters in the places of the trainable ones."""
@@ -46,6 +46,11 @@ class LayerHooks:
         self._swapped.append(kept)
         for name, parameter in kept.items():
             parameters[name] = parameter.detach()  # type: ignore[assignment]
+
+    def put_back(self) -> None:
+        """The parameters are in their places again, after calls that were interrupted."""
+        while self._swapped:
+            self.layer.module._parameters.update(self._swapped.pop())
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
@@ -129,6 +134,7 @@ class LayerHooks:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.key = compiled_tap.key_of(self)  # of the copy, not of what it was copied from
+        self.mark = compiled_tap.new_mark()
 
 
 def _is_plain(args: Any, kwargs: Any, output: Any) -> bool:

@@ -210,8 +210,8 @@ class Recorder:
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
-        for layer in layers:
-            hooks = LayerHooks(self, layer)
+        self._hooks = [LayerHooks(self, layer) for layer in layers]
+        for layer, hooks in zip(layers, self._hooks, strict=True):
             before = layer.module.register_forward_pre_hook(hooks.before)
             after = layer.module.register_forward_hook(
                 hooks.after, with_kwargs=True, prepend=True, always_call=True
@@ -228,6 +228,8 @@ class Recorder:
     def remove(self) -> None:
         """Take every hook off; the modules are as they were before."""
         self.end_lone()
+        for hooks in self._hooks:
+            hooks.put_back()
         while self.handles:
             self.handles.pop().remove()
         self.forget()
@@ -274,7 +276,10 @@ class Recorder:
             return
         if not torch.compiler.is_compiling():
             prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
-        self.end_lone()  # of a forward pass that was interrupted
+        # Of a forward pass that was interrupted:
+        self.end_lone()
+        for hooks in self._hooks:
+            hooks.put_back()
         if not self.enabled:
             return
         if self._generation.begun or not self._generation.waiting:

@@ -31,6 +31,8 @@ pytestmark = [
 
 B = 5
 MODES = ["hooks", "ghost", "ghost-deferred", "ghost_bk", "ghost_bk-deferred", "flash_bk"]
+SLOW_INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
+BACKENDS = ["aot_eager", SLOW_INDUCTOR]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -258,6 +260,82 @@ def test_records_are_not_used_after_their_delivery(name, mode, monkeypatch) -> N
     want = gradient(private, inputs, targets)
     monkeypatch.setattr(Recorder, "deliver", deliver)
     assert_equal(gradient(private, inputs, targets), want)
+
+
+# --- what a compiler may merge, move or replace ---
+
+
+class Twice(nn.Module):
+    """One layer, twice on the same input, and gradients that may be equal."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.tanh(self.layer(x)), torch.tanh(self.layer(x))
+        return first + self.factor * second
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk-deferred"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_uses_of_a_layer_on_one_input_both_count(backend, mode, factor) -> None:
+    inputs, targets = tokens_and_classes()
+    found = []
+    for compiled in (None, backend):
+        torch.manual_seed(0)
+        model = Net(blocks=0).to(DEVICE)
+        model.blocks.append(Twice(factor).to(DEVICE))
+        for block in model.blocks if compiled else ():
+            block.compile(backend=compiled)
+        data = TensorDataset(*(t.cpu() for t in tokens_and_classes(4 * B)))
+        private = make_private(model, mode, 1e6, nn.CrossEntropyLoss(), data)
+        found.append(gradient(private, inputs, targets))
+    assert any(w.any() for w in found[0])
+    assert_equal(found[1], found[0])
+
+
+class ChangesInput(nn.Module):
+    """The input of its second layer is changed in place after that layer has run."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        output: Tensor = self.second(hidden)
+        self.change(hidden)
+        return output + hidden
+
+
+CHANGES = {
+    "mul_": lambda t: t.mul_(3),
+    "relu_": lambda t: t.relu_(),
+    "part": lambda t: t[:, 0].zero_(),
+    "view": lambda t: t.view(-1).add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "ghost_bk-deferred"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_changed_in_place_is_refused(backend, mode, change) -> None:
+    """Autograd does so where it is not compiled; a graph would save the changed tensor."""
+    inputs, targets = tokens_and_classes()
+    for compiled in (None, backend):
+        model = Net(blocks=0).to(DEVICE)
+        model.blocks.append(ChangesInput(CHANGES[change]).to(DEVICE))
+        for block in model.blocks if compiled else ():
+            block.compile(backend=compiled)
+        data = TensorDataset(*(t.cpu() for t in tokens_and_classes(4 * B)))
+        private = make_private(model, mode, 0.1, nn.CrossEntropyLoss(), data)
+        words = "changed in place after the layer has run" if compiled else "inplace operation"
+        with pytest.raises(RuntimeError, match=words):
+            gradient(private, inputs, targets)
 
 
 # --- graphs ---

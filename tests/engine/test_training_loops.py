@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
@@ -236,3 +236,46 @@ def test_a_copy_is_alive(mode: str, how: str) -> None:
             p.grad_sample is not q.grad_sample
             for p, q in zip(again.parameters(), model.parameters(), strict=True)
         )
+
+
+class Interrupted(nn.Module):
+    """A layer with a parameter of its own, in which the user interrupts the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupt:
+            raise KeyboardInterrupt
+        return x * self.weight
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_an_interrupted_forward_pass_leaves_no_parameter_behind(mode: str) -> None:
+    """Hooks that torch calls after every exception do not run after this one."""
+    torch.manual_seed(0)
+    layer = Interrupted()
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 3))
+    inputs, targets = torch.randn(8, 6), torch.arange(8) % 3
+    out = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=8),
+        noise_multiplier=0.0,
+        max_grad_norm=0.1,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    private, optimizer = out[0], out[1]
+    loss = out[2] if len(out) == 4 else nn.CrossEntropyLoss()
+    layer.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        private(inputs)
+    layer.interrupt = False
+    loss(private(inputs), targets).backward()
+    optimizer.pre_step()
+    assert isinstance(layer._parameters["weight"], nn.Parameter)
+    assert layer.weight.grad is not None and layer.weight.grad.any()
