@@ -71,7 +71,7 @@ def tap(output: Tensor, x: Tensor, hooks: LayerHooks, names: tuple[str, ...]) ->
     tapped: Tensor
     # A result that outlives the graph: else the compiler moves the operator to the backward. That
     # of the layer's last use goes in: else it merges two uses of one layer on the same input.
-    result = _CompiledTap.apply(ANCHOR, output, x, hooks.key, hooks.mark, " ".join(names))
+    result = _CompiledTap.apply(ANCHOR, output, x, hooks.key, hooks.mark, "\n".join(names))
     tapped, hooks.mark = result
     return tapped
 
@@ -114,7 +114,7 @@ def _begin_use(
     if hooks is None:
         raise RuntimeError("a compiled graph belongs to a private model that is gone: compile anew")
     link = _Link(8)
-    link.use = hooks.begin_compiled(output, tuple(names.split()))
+    link.use = hooks.begin_compiled(output, tuple(names.split("\n")))
     number = torch.frombuffer(link, dtype=torch.int64)  # keeps the link alive
     value = next(_numbers)
     number.fill_(value)

@@ -20,6 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deferred": {"grad_sample_mode": "flash_fsdp_bk", "deferred_norm": True},
     "two passes": {"grad_sample_mode": "ghost_fsdp"},
     "replicated": {"grad_sample_mode": "ghost_fsdp_bk", "data_layout": "replicated"},
+    "empty ranks": {"grad_sample_mode": "ghost_fsdp_bk"},
     "exchanged": {"grad_sample_mode": "ghost_fsdp_bk"},
 }
 
@@ -56,10 +57,12 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(B, 6, 5), torch.randint(0, 4, (B,))
 
 
-def mine(rank: int, world_size: int, layout: str) -> slice:
-    """Samples of a rank: three and four, or one by one for many ranks."""
-    if layout == "replicated":
+def mine(rank: int, world_size: int, way: str) -> slice:
+    """Samples of a rank: three and four, say, or all of them on the first one."""
+    if way == "replicated":
         return slice(0, B)
+    if way == "empty ranks":
+        return slice(0, B if rank == 0 else 0)
     borders = [i * B // world_size for i in range(world_size + 1)]
     return slice(borders[rank], borders[rank + 1])
 
@@ -88,7 +91,7 @@ def summed(rank: int, world_size: int, way: str, compiled: bool) -> tuple[list[T
     )
     if way == "exchanged":
         model.stored_shards = "always"
-    rows = mine(rank, world_size, options.get("data_layout", "sharded"))
+    rows = mine(rank, world_size, way)
     for _ in range(2):
         optimizer.zero_grad()
         loss_fn(model(x[rows]), y[rows]).backward()
