@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,14 @@ def read(path: Path) -> dict[str, Any]:
     if wrong := check_file(found):
         raise UsageError(f"{path}: {'; '.join(wrong[:3])}")
     return found
+
+
+def all_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The result files of ``steps.py`` in a folder, by name, with their content as it is."""
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found.get("layout") == LAYOUT:
+            yield path, found
 
 
 def rows_of(taken: Sequence[Taken], package: str = "this package") -> list[dict[str, Any]]:

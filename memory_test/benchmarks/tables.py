@@ -7,7 +7,6 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is on
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -46,9 +45,8 @@ TOKENS = 8192
 def steps_table() -> str:
     """All result files of ``steps.py``."""
     parts = []
-    for path in sorted(RESULTS.glob("*.json")):
-        if json.loads(path.read_text()).get("layout") == step_results.LAYOUT:
-            parts.append(f"`{path.name}`: {step_results.markdown(step_results.read(path))}")
+    for path, _ in step_results.all_in(RESULTS):
+        parts.append(f"`{path.name}`: {step_results.markdown(step_results.read(path))}")
     return "\n".join(parts) or "No result file of `steps.py` is committed yet.\n"
 
 

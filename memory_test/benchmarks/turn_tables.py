@@ -6,7 +6,6 @@ median of their ratios tells more than the ratio of medians where the host's tim
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
@@ -38,19 +37,16 @@ def step_ratios(cell: dict[str, Any], over: str, under: str) -> list[float]:
 def turns_table(folder: Path) -> str:
     """Each cell of each file of ``folder`` in which modes of ``PAIRS`` took turns."""
     head = ["file", "cell", "steps", *(f"`{a}` / `{b}`" for a, b in PAIRS)]
-    rows = [row for path in sorted(folder.glob("*.json")) for row in _rows(path)]
+    rows = [row for path, found in step_results.all_in(folder) for row in _rows(path.stem, found)]
     return table(head, rows) + "\n"
 
 
-def _rows(path: Path) -> Iterator[list[str]]:
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.get("layout") != step_results.LAYOUT:
-        return
+def _rows(name: str, found: dict[str, Any]) -> Iterator[list[str]]:
     for cell in found["cells"]:
         ratios = [step_ratios(cell, *pair) for pair in PAIRS]
         if any(ratios):
             count = max(map(len, ratios))
-            yield [path.stem, step_results.title(cell), str(count), *map(_shown, ratios)]
+            yield [name, step_results.title(cell), str(count), *map(_shown, ratios)]
 
 
 def _shown(ratios: list[float]) -> str:

@@ -245,8 +245,7 @@ class NormLedger:
         """Layers that read one input (query, key, value), a group at a time; returns the rest."""
         left: list[Record] = []
         for group in _by_input(records):
-            rule = group[0].layer.rule
-            if len(group) == 1 or not rule.shares_input:
+            if len(group) == 1:
                 left += group
                 continue
             self._settle(group, self._compute_sharing)
@@ -412,19 +411,21 @@ def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]
 
 
 def _by_layer(records: Iterable[Record]) -> list[list[Record]]:
-    groups: dict[str, list[Record]] = {}
+    return _grouped(records, lambda record: record.spec.name)
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
+    """Records with equal keys together, in the order of the first of each."""
+    groups: dict[Hashable, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.spec.name, []).append(record)
+        groups.setdefault(key(record), []).append(record)
     return list(groups.values())
 
 
 def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
     """Records of different layers in groups that one batched call can handle."""
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        groups.setdefault(_group_key(record), []).append(record)
     parts = []
-    for group in groups.values():
+    for group in _grouped(records, _group_key):
         size = max(1, STACK_ELEMENTS // max(1, group[0].elements))
         parts += [group[i : i + size] for i in range(0, len(group), size)]
     return parts
@@ -432,10 +433,7 @@ def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
 
 def _by_input(records: Iterable[Record]) -> list[list[Record]]:
     """Records of layers of one kind in groups whose activations are the same memory."""
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        groups.setdefault(_input_key(record), []).append(record)
-    return list(groups.values())
+    return _grouped(records, _input_key)
 
 
 def _input_key(record: Record) -> Hashable:

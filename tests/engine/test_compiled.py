@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core import compiled_tap
 from opacus.core.recorder import Recorder
+from tests.engine.test_modes_match_oracle import assert_close
 from tests.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
 
 # Warnings that torch.compile causes in torch, and then hides from stderr only.
@@ -124,12 +125,6 @@ def net(mode: str, *, compiled: str | None, clip: float = 0.05, **options: Any) 
     return make_private(model, mode, clip, nn.CrossEntropyLoss(), data)
 
 
-def assert_equal(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5) -> None:
-    scale = max(w.abs().max().item() for w in want)
-    for g, w in zip(got, want, strict=True):
-        assert (g.double() - w.double()).abs().max().item() <= tolerance * scale
-
-
 # --- the numbers ---
 
 
@@ -148,7 +143,7 @@ def test_compiled_children_give_the_oracles_clipped_sum(name: str, mode: str) ->
     data = TensorDataset(*PROBLEMS[name].batch(4 * B))
     private = make_private(model, mode, clip, criterion(name), data)
     for _ in range(2):
-        assert_equal([g * B for g in gradient(private, inputs, targets)], want)
+        assert_close([g * B for g in gradient(private, inputs, targets)], want)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -158,7 +153,7 @@ def test_compiled_blocks_give_what_eager_ones_give(mode: str, backend: str) -> N
     want = gradient(net(mode, compiled=None), inputs, targets)
     private = net(mode, compiled=backend)
     for _ in range(3):
-        assert_equal(gradient(private, inputs, targets), want)
+        assert_close(gradient(private, inputs, targets), want)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
@@ -168,7 +163,7 @@ def test_models_compiled_as_a_whole(mode: str) -> None:
     model, optimizer, loss = net(mode, compiled=None)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        assert_equal(gradient((compiled, optimizer, loss), inputs, targets), want)
+        assert_close(gradient((compiled, optimizer, loss), inputs, targets), want)
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
@@ -181,7 +176,7 @@ def test_batches_of_many_sizes(mode: str) -> None:
         want = gradient(eager, inputs, targets)
         assert size == 0 or any(w.any() for w in want)
         got = gradient(compiled, inputs, targets)
-        assert_equal(got, want, 1e-5 if size else 0.0)
+        assert_close(got, want, 1e-5 if size else 0.0)
 
 
 def test_a_sample_that_is_not_finite_adds_nothing() -> None:
@@ -194,7 +189,7 @@ def test_a_sample_that_is_not_finite_adds_nothing() -> None:
             with torch.no_grad():
                 next(private[0].parameters())[10] = float("nan")
             found.append(gradient(private, inputs, targets))
-        assert_equal(found[1], found[0])
+        assert_close(found[1], found[0])
         assert all(g.isfinite().all() for g in found[1])
         assert any(g.any() for g in found[1])
 
@@ -212,7 +207,7 @@ def test_frozen_and_tied_layers() -> None:
         data = TensorDataset(*(t.cpu() for t in tokens_and_classes(4 * B)))
         private = make_private(model, "ghost_bk", 0.05, nn.CrossEntropyLoss(), data)
         found.append(gradient(private, inputs, targets))
-    assert_equal(found[1], found[0])
+    assert_close(found[1], found[0])
 
 
 def test_evaluation_between_steps() -> None:
@@ -227,7 +222,7 @@ def test_evaluation_between_steps() -> None:
     with torch.no_grad():
         model(inputs)
     model(inputs)  # no backward pass of it
-    assert_equal(gradient((model, optimizer, loss), inputs, targets), want)
+    assert_close(gradient((model, optimizer, loss), inputs, targets), want)
 
 
 def test_two_passes_through_graphs_that_allow_one() -> None:
@@ -259,7 +254,7 @@ def test_records_are_not_used_after_their_delivery(name, mode, monkeypatch) -> N
     private = make_private(build(name), mode, 0.1, criterion(name), data)
     want = gradient(private, inputs, targets)
     monkeypatch.setattr(Recorder, "deliver", deliver)
-    assert_equal(gradient(private, inputs, targets), want)
+    assert_close(gradient(private, inputs, targets), want)
 
 
 # --- what a compiler may merge, move or replace ---
@@ -294,7 +289,7 @@ def test_two_uses_of_a_layer_on_one_input_both_count(backend, mode, factor) -> N
         private = make_private(model, mode, 1e6, nn.CrossEntropyLoss(), data)
         found.append(gradient(private, inputs, targets))
     assert any(w.any() for w in found[0])
-    assert_equal(found[1], found[0])
+    assert_close(found[1], found[0])
 
 
 class ChangesInput(nn.Module):
@@ -368,7 +363,7 @@ def test_graphs_without_taps_are_not_taken(mode: str, before: str) -> None:
     data = TensorDataset(*(t.cpu() for t in tokens_and_classes(4 * B)))
     private = make_private(model, mode, 0.05, nn.CrossEntropyLoss(), data)
     for _ in range(2):
-        assert_equal(gradient(private, inputs, targets), want)
+        assert_close(gradient(private, inputs, targets), want)
         if other is not model:
             nn.functional.cross_entropy(other(inputs), targets).backward()
             assert other.head.weight.grad is not None
@@ -438,7 +433,7 @@ def test_checkpoints_around_compiled_blocks(mode: str, monkeypatch: pytest.Monke
     torch._dynamo.reset()
     counters.clear()
     private = net(mode, compiled="aot_eager", around=recomputed)
-    assert_equal(gradient(private, inputs, targets), want)
+    assert_close(gradient(private, inputs, targets), want)
     assert counters["graph_break"]
 
 
@@ -485,4 +480,4 @@ def test_compiled_blocks_on_a_gpu(mode: str, how: str) -> None:
     for block in private[0]._module.blocks:
         block.compile(mode=how)
     for _ in range(4):  # CUDA graphs begin with the third call
-        assert_equal(gradient(private, inputs, targets), want, 1e-4)
+        assert_close(gradient(private, inputs, targets), want, 1e-4)
