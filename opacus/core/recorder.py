@@ -234,11 +234,6 @@ class Recorder:
             self.handles.pop().remove()
         self.forget()
 
-    @property
-    def uses(self) -> Mapping[str, int]:
-        """How often each layer ran over the latest batch rows, in the order of its first use."""
-        return self._generation.uses
-
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
