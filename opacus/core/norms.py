@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from opacus.core.kernels.reference import sum_of_squares, sums_of_squares
-from opacus.core.planner import Planner
+from opacus.core.layers import Layer
 from opacus.core.profiling import each_layer
-from opacus.core.recorder import Layer, Record
+from opacus.core.record import Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
 
@@ -29,6 +29,13 @@ FORMED_SHARE = 0.5
 # Elements of per-sample gradients formed at once where they have to be summed
 # over several uses (weight tying) before their norm is taken.
 CHUNK_ELEMENTS = 1 << 26
+
+
+class Storage(Protocol):
+    """Decides what is kept of a record for the clipped sum."""
+
+    def stores(self, record: Record) -> bool:
+        """Whether its per-sample gradients are kept (else the record is)."""
 
 
 class NormLedger:
@@ -56,7 +63,7 @@ class NormLedger:
         *,
         deferred: bool = False,
         budget_bytes: int | None = None,
-        planner: Planner | None = None,
+        planner: Storage | None = None,
     ) -> None:
         self.batch = batch
         self.deferred = deferred

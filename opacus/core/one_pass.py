@@ -21,7 +21,8 @@ from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.norms import check_unchanged
 from opacus.core.planner import Planner, free_memory
 from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
-from opacus.core.recorder import Record, Recorder
+from opacus.core.record import Record
+from opacus.core.recorder import Recorder
 from opacus.core.strategy import Ghost
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.

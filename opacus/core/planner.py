@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from opacus.core.rates import rates_of
-
-if TYPE_CHECKING:
-    from opacus.core.recorder import Record
+from opacus.core.record import Record
 
 # Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
 STORE_PASSES = 3

@@ -23,7 +23,8 @@ from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.recorder import ForwardPass, Record, Recorder
+from opacus.core.record import ForwardPass, Record
+from opacus.core.recorder import Recorder
 
 
 class Phase(enum.Enum):

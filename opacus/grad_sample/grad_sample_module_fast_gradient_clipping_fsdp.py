@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from opacus.core.data_layout import check_data_layout
 from opacus.core.fingerprint import DataCheck
+from opacus.core.layers import Layer
 from opacus.core.layout import sum_gradients
 from opacus.core.norms import total_norms
 from opacus.core.one_pass import GradientSink
 from opacus.core.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.ranks import ranks_of
-from opacus.core.recorder import Layer, Record
+from opacus.core.record import Record
 from opacus.core.recovery import Recovery
 from opacus.core.reduction import ShardedSink
 from opacus.core.replicated import LayerShares
