@@ -42,7 +42,12 @@ class Materialise:
         self._elements: dict[tuple[str, int, int], int] = {}
 
     def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+        """Sink of the recorder.
+
+        Raises:
+            ValueError: The layer's rows are not the samples; nothing of it has been kept.
+        """
+        record.check_rows()
         if not record.reused or record.layer.rule.needs_parameters:
             return self._form(record)
         key = (record.spec.name, id(record.generation), number_of_backward())

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from opacus.core.compiled_tap import compiled_taps_from_environment
 from opacus.core.layer_hooks import LayerHooks
 from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
-from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of
+from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
@@ -104,10 +104,16 @@ class Generation:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One call of the model: its generation and the batch rows seen so far."""
+    """One call of the model: its generation and the batch rows seen so far.
+
+    Attributes:
+        batch: Number of samples, if the model's inputs agree on one.
+        sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+    """
 
     generation: Generation
     batch: int | None = None
+    sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
 
 
@@ -163,6 +169,26 @@ class Record:
         borrowed = {n for n, g in grads.items() if g.untyped_storage().data_ptr() in places}
         return {n: g.clone() if n in borrowed else g for n, g in grads.items()}
 
+    def check_rows(self) -> None:
+        """Refuse a layer whose rows cannot be the samples that the model was given.
+
+        Raises:
+            ValueError: Names the layer, with both numbers.
+        """
+        sizes = frozenset() if self.forward_pass is None else self.forward_pass.sizes
+        if not sizes or self.rows in sizes:
+            return
+        batch = " or ".join(str(n) for n in sorted(sizes))
+        raise ValueError(
+            f"{self.spec} saw {self.rows} rows in a batch of {batch} samples, as many as the "
+            "model's inputs have, so it would be clipped by row (token, position, half of a pair) "
+            "instead of by sample. Let its input have the batch in its first dimension: [batch, "
+            "length, ...] instead of [batch * length, ...], positions expanded to [batch, length], "
+            "pairs stacked in a new dimension instead of joined along the batch. If the model is "
+            "time-major, use batch_first=False. Or freeze the layer. Nothing of this batch was "
+            "added to the model"
+        )
+
     @property
     def batch(self) -> int:
         """Number of samples in this record."""
@@ -206,6 +232,9 @@ class Recorder:
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
+        own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
+        self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
+        self._latest_sizes: frozenset[int] = frozenset()
         self.handles = [
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
@@ -285,7 +314,8 @@ class Recorder:
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
-        self._current = ForwardPass(self._generation, batch)
+        self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
+        self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self.latest_batch = batch
         if self.batch_first:
             self.indices.begin((args, kwargs), batch, self.active(module), module)
@@ -391,7 +421,10 @@ class Recorder:
             return self._current
         if not self._generation.waiting and not self.in_backward:
             self._generation = Generation()
-        return ForwardPass(self._generation)
+        recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
+        return ForwardPass(
+            self._generation, sizes=self._latest_sizes if recomputed else frozenset()
+        )
 
     def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.

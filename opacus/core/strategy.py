@@ -90,6 +90,7 @@ class Ghost:
             assert self.ledger is not None
             if record.forward_pass is not None:
                 self._passes.add(record.forward_pass)
+            record.check_rows()
             self.ledger.add(record)
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
