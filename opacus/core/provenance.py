@@ -241,6 +241,30 @@ def possible_batches(inputs: Any, dim: int) -> frozenset[int]:
     return frozenset(n for value in (*args, *kwargs.values()) for n in _sizes(value, dim))
 
 
+def check_sizes(spec: LayerSpec, rows: int, sizes: frozenset[int]) -> None:
+    """Refuse a layer with rows that cannot be the samples that the model was given.
+
+    Args:
+        spec: The layer.
+        rows: Most rows that it saw in one forward pass of the model.
+        sizes: See :func:`possible_batches`.
+
+    Raises:
+        ValueError: Names the layer, with both numbers.
+    """
+    if not sizes or rows in sizes:
+        return
+    batch = " or ".join(str(n) for n in sorted(sizes))
+    raise ValueError(
+        f"{spec} saw {rows} rows in a batch of {batch} samples, as many as the model's inputs "
+        "have, so it would be clipped by row (token, position, half of a pair) instead of by "
+        "sample. Let its input have the batch in its first dimension: [batch, length, ...] "
+        "instead of [batch * length, ...], positions expanded to [batch, length], pairs stacked "
+        "in a new dimension instead of joined along the batch. If the model is time-major, use "
+        "batch_first=False. Or freeze the layer. Nothing of this batch was added to the model"
+    )
+
+
 def _sizes(value: Any, dim: int) -> Iterator[int]:
     if isinstance(value, PackedSequence):
         yield int(value.batch_sizes[0]) if len(value.batch_sizes) else 0

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from opacus.core.compiled_tap import compiled_taps_from_environment
 from opacus.core.layer_hooks import LayerHooks
 from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
-from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
+from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of, check_sizes, possible_batches
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
@@ -170,24 +170,9 @@ class Record:
         return {n: g.clone() if n in borrowed else g for n, g in grads.items()}
 
     def check_rows(self) -> None:
-        """Refuse a layer whose rows cannot be the samples that the model was given.
-
-        Raises:
-            ValueError: Names the layer, with both numbers.
-        """
-        sizes = frozenset() if self.forward_pass is None else self.forward_pass.sizes
-        if not sizes or self.rows in sizes:
-            return
-        batch = " or ".join(str(n) for n in sorted(sizes))
-        raise ValueError(
-            f"{self.spec} saw {self.rows} rows in a batch of {batch} samples, as many as the "
-            "model's inputs have, so it would be clipped by row (token, position, half of a pair) "
-            "instead of by sample. Let its input have the batch in its first dimension: [batch, "
-            "length, ...] instead of [batch * length, ...], positions expanded to [batch, length], "
-            "pairs stacked in a new dimension instead of joined along the batch. If the model is "
-            "time-major, use batch_first=False. Or freeze the layer. Nothing of this batch was "
-            "added to the model"
-        )
+        """Refuse a layer whose rows cannot be the samples; see :func:`check_sizes`."""
+        if self.forward_pass is not None:
+            check_sizes(self.spec, self.rows, self.forward_pass.sizes)
 
     @property
     def batch(self) -> int:
@@ -347,6 +332,12 @@ class Recorder:
         passes = {use.forward_pass for use in self._generation.waiting}
         return [one.batch for one in passes if one.batch is not None]
 
+    def samples_are_told(self) -> None:
+        """The number of samples comes from the user: what waits need not have the inputs'."""
+        self._latest_sizes = frozenset()
+        for use in self._generation.waiting:
+            use.forward_pass.sizes = frozenset()
+
     def ran_bare(self, losses: Tensor) -> bool:
         """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
         return self.lone is not None and self.lone.ran_for(losses, self)
@@ -422,9 +413,8 @@ class Recorder:
         if not self._generation.waiting and not self.in_backward:
             self._generation = Generation()
         recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
-        return ForwardPass(
-            self._generation, sizes=self._latest_sizes if recomputed else frozenset()
-        )
+        sizes = self._latest_sizes if recomputed else frozenset()
+        return ForwardPass(self._generation, sizes=sizes)
 
     def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.
@@ -474,7 +464,7 @@ class Recorder:
         if self.repeats.open:
             self.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
-            activations: Any = _call(layer.module, *use.rebuild(inputs), dim)
+            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(
@@ -499,12 +489,6 @@ class Recorder:
             return 0 if own else 1
         lone = layer.features is not None and output_dims - layer.features < 2
         return 0 if self.batch_first or lone else 1
-
-
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> Call:
-    parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
-    buffers = {n: b for n, b in module._buffers.items() if b is not None}
-    return Call(args, kwargs, parameters, buffers, batch_dim)
 
 
 def _requires_grad(parameter: Tensor | None) -> bool:

@@ -109,12 +109,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mode", ROWS)
-@pytest.mark.parametrize("kind", WRONG)
+# Of a list of samples the ghost modes cannot tell the batch: they take T for it.
+LISTS = [("in a list", "hooks"), ("in a list", "functorch")]
+
+
+def each(kinds: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(k, mode) for k in kinds if k != "in a list" for mode in ROWS] + LISTS
+
+
+@pytest.mark.parametrize(("kind", "mode"), each(WRONG))
 def test_rows_that_are_not_samples_are_refused(kind: str, mode: str) -> None:
     model, inputs = WRONG[kind]
-    if kind == "in a list" and mode.startswith("ghost"):
-        pytest.skip("ghost takes the first dimension of the tensors for the batch")
     run = private(model(), mode)
     with pytest.raises(ValueError, match=r"layer '(mix|head)' \(Linear\).* \d+ rows in a batch of"):
         step(run, inputs, Y)
@@ -196,13 +201,12 @@ def assert_right(private_model: nn.Module, targets: Tensor, call: Any, inputs: T
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, B])
-@pytest.mark.parametrize("mode", ROWS)
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize(
+    ("kind", "mode", "rows"),
+    [(k, mode, n) for k, mode in each(RIGHT) for n in (1, B) if k != "in a list" or n == B],
+)
 def test_rows_of_samples_are_taken(kind: str, mode: str, rows: int) -> None:
     model, given = RIGHT[kind]
-    if kind == "in a list" and (mode.startswith("ghost") or rows == 1):
-        pytest.skip("the first dimension of the tensors is taken for the batch")
     run = private(model(), mode)
     step(run, given(X[:rows]), Y[:rows])
     assert_right(run[0], Y[:rows], lambda one, x: one(given(x)), X[:rows])
@@ -222,6 +226,21 @@ def test_a_time_major_layer_by_itself() -> None:
     model = GradSampleModule(DPLSTM(D, 3))
     model(X.transpose(0, 1))[0].sum().backward()
     assert {len(p.grad_sample) for p in model.parameters()} == {B}
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_the_user_may_say_how_many_samples_there_are(mode: str) -> None:
+    """Whose rows came in as ``[1, B, D]``."""
+
+    class Unfolded(Plain):
+        def forward(self, inputs: Any) -> Tensor:
+            return self.run(inputs.reshape(-1, D))
+
+    run = private(Unfolded(), mode)
+    run[1].zero_grad()
+    run[2](run[0](X[None, :, 0]), Y, shape=(B,)).backward()
+    run[1].step()
+    assert_right(run[0], Y, lambda one, x: one(x[None, :, 0]), X)
 
 
 # --- norms ---
