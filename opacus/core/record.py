@@ -35,10 +35,16 @@ class Generation:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One call of the model: its generation and the batch rows seen so far."""
+    """One call of the model: its generation and the batch rows seen so far.
+
+    Attributes:
+        batch: Number of samples, if the model's inputs agree on one.
+        sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+    """
 
     generation: Generation
     batch: int | None = None
+    sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
 
     def saw(self, layer: str, rows: int) -> None:

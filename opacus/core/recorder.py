@@ -36,7 +36,7 @@ from opacus.core.compiled_tap import ADVICE, compiled_taps_from_environment
 from opacus.core.layer_hooks import LayerHooks
 from opacus.core.layers import Layer
 from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
-from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of
+from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
 from opacus.core.record import ForwardPass, Generation, Record
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
@@ -94,6 +94,9 @@ class Recorder:
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
+        own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
+        self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
+        self._latest_sizes: frozenset[int] = frozenset()
         self.handles = [
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
@@ -168,7 +171,8 @@ class Recorder:
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
-        self._current = ForwardPass(self._generation, batch)
+        self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
+        self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self.latest_batch = batch
         if self.batch_first:
             self.indices.begin((args, kwargs), batch, self.active(module), module)
@@ -199,6 +203,12 @@ class Recorder:
         """Samples of each forward pass of this generation that waits for its backward."""
         passes = {use.forward_pass for use in self._generation.waiting}
         return [one.batch for one in passes if one.batch is not None]
+
+    def samples_are_told(self) -> None:
+        """The number of samples comes from the user: what waits need not have the inputs'."""
+        self._latest_sizes = frozenset()
+        for use in self._generation.waiting:
+            use.forward_pass.sizes = frozenset()
 
     def ran_bare(self, losses: Tensor) -> bool:
         """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
@@ -310,7 +320,9 @@ class Recorder:
             return self._current
         if not self._generation.waiting and not self.in_backward:
             self._generation = Generation()
-        return ForwardPass(self._generation)
+        recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
+        sizes = self._latest_sizes if recomputed else frozenset()
+        return ForwardPass(self._generation, sizes=sizes)
 
     def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.
@@ -360,7 +372,7 @@ class Recorder:
         if self.repeats.open:
             self.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
-            activations: Any = _call(layer.module, *use.rebuild(inputs), dim)
+            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(
@@ -385,12 +397,6 @@ class Recorder:
             return 0 if own else 1
         lone = layer.features is not None and output_dims - layer.features < 2
         return 0 if self.batch_first or lone else 1
-
-
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> Call:
-    parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
-    buffers = {n: b for n, b in module._buffers.items() if b is not None}
-    return Call(args, kwargs, parameters, buffers, batch_dim)
 
 
 # Of no use in a compiled graph.

@@ -23,6 +23,7 @@ from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
+from opacus.core.provenance import check_sizes
 from opacus.core.record import ForwardPass, Record
 from opacus.core.recorder import Recorder
 
@@ -88,6 +89,7 @@ class Ghost:
             assert self.ledger is not None
             if record.forward_pass is not None:
                 self._passes.add(record.forward_pass)
+            check_sizes(record)
             self.ledger.add(record)
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
