@@ -12,8 +12,8 @@ from opacus.accountants.history import (
     check_entry,
     check_noise_multiplier,
     check_sample_rate,
-    rate_of_step,
 )
+from opacus.accountants.step_counter import StepCounter
 
 
 def reject_unknown_arguments(where: str, unknown: Mapping[str, Any]) -> None:
@@ -79,6 +79,9 @@ class IAccountant(abc.ABC):
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """Returns a hook that records a step each time a DP optimizer takes one.
 
+        For `optimizer.attach_step_hook`. Not needed after `make_private`, which counts already:
+        attached there, it does not count a step a second time.
+
         Args:
             sample_rate: probability of one sample being in one batch of the data loader.
 
@@ -86,15 +89,7 @@ class IAccountant(abc.ABC):
             A function of the optimizer. It reads `noise_multiplier` and `accumulated_iterations`
             at the time of the step: a step that sums over k batches has k times the sample rate.
         """
-        rate_of_one_batch = check_sample_rate(sample_rate)
-
-        def record_step(optimizer: Any) -> None:
-            self.step(
-                noise_multiplier=optimizer.noise_multiplier,
-                sample_rate=rate_of_step(rate_of_one_batch, optimizer.accumulated_iterations),
-            )
-
-        return record_step
+        return StepCounter(lambda: self, sample_rate)
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the history and the mechanism's name, as plain types.
