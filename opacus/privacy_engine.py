@@ -22,6 +22,7 @@ from opacus.data_loader import (
     sample_rate_of,
     switch_generator,
 )
+from opacus.engine_accounting import EngineAccounting
 from opacus.engine_checks import (
     check_arguments,
     check_noise_source,
@@ -46,7 +47,7 @@ from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
 
-class PrivacyEngine:
+class PrivacyEngine(EngineAccounting):
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
@@ -67,7 +68,7 @@ class PrivacyEngine:
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        self.accountant = create_accountant(mechanism=accountant)
+        super().__init__(create_accountant(mechanism=accountant))
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
@@ -213,13 +214,14 @@ class PrivacyEngine:
         except BaseException:
             private_module.cleanup()
             raise
-        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
+        private_optimizer.attach_step_hook(self.step_counter(rate))
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
             return private_module, private_optimizer, *loss, private_loader
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
+        private_optimizer.parameter_names = {p: n for n, p in module.named_parameters()}
         private_criterion = self._prepare_criterion(
             module=private_module,
             optimizer=private_optimizer,
@@ -287,14 +289,6 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             **kwargs,
         )
-
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far.
-
-        Args:
-            delta: Delta, in (0, 1).
-        """
-        return self.accountant.get_epsilon(delta)
 
     # --- checks ---
 

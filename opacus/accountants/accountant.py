@@ -13,11 +13,11 @@ from opacus.accountants.history import (
     check_noise_multiplier,
     check_sample_rate,
     make_entry,
-    rate_of_step,
     read_entry,
     refuse_sampling,
 )
 from opacus.accountants.sampling import Sampling
+from opacus.accountants.step_counter import StepCounter
 
 
 def reject_unknown_arguments(where: str, unknown: Mapping[str, Any]) -> None:
@@ -98,6 +98,9 @@ class IAccountant(abc.ABC):
     ) -> Callable[[Any], None]:
         """Returns a hook that records a step each time a DP optimizer takes one.
 
+        For `optimizer.attach_step_hook`. Not needed after `make_private`, which counts already:
+        attached there, it does not count a step a second time.
+
         Args:
             sample_rate: probability of one sample being in one batch of the data loader.
             sampling: how that batch is drawn; None for plain Poisson sampling.
@@ -110,29 +113,11 @@ class IAccountant(abc.ABC):
         Raises:
             ValueError: if `sampling` does not agree with `sample_rate`, or is not counted here.
         """
-        rate_of_one_batch = check_sample_rate(sample_rate)
-        if sampling is None:
-            how = {}
-        else:
+        if sampling is not None:
             if not self.counts_every_sampling:
                 refuse_sampling(sampling)
-            sampling.check_rate(rate_of_one_batch)
-            how = {"sampling": sampling}
-
-        def record_step(optimizer: Any) -> None:
-            batches = optimizer.accumulated_iterations
-            if sampling is not None and batches != 1:
-                raise ValueError(
-                    f"{batches} batches of {sampling} went into one step, which is not the "
-                    "sampling that was announced; call step() after each batch"
-                )
-            self.step(
-                noise_multiplier=optimizer.noise_multiplier,
-                sample_rate=rate_of_step(rate_of_one_batch, batches),
-                **how,
-            )
-
-        return record_step
+            sampling.check_rate(check_sample_rate(sample_rate))
+        return StepCounter(lambda: self, sample_rate, sampling)
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the history and the mechanism's name, as plain types.

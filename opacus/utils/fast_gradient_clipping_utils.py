@@ -87,6 +87,7 @@ class DPTensorFastGradientClipping(Tensor):
                 forward pass has been clipped in this step already.
         """
         self._check_accumulation()
+        self.optimizer.check_unchanged()
         if not self.optimizer._clipped_batches:
             self.module.start_sum()
         scale = None if self.loss_scale is None else float(self.loss_scale)

@@ -72,7 +72,9 @@ def composed_epsilon(steps: Sequence[Step], delta: float) -> float:
     # (order + 1) times that to epsilon.
     spacing = math.sqrt(12.0 * _INACCURACY * bound / (total * (order + 1.0)))
     spacing = min(spacing, (high - low) / _LEAST_POINTS)
-    spacing = max(spacing, (high - low) / _MOST_POINTS, reach / _MOST_OF_ONE, 1e-9 * largest, 1e-300)
+    spacing = max(
+        spacing, (high - low) / _MOST_POINTS, reach / _MOST_OF_ONE, 1e-9 * largest, 1e-300
+    )
     rounded = [_rounded(step, spacing, tail) for step in steps]
     counts = [step.count for step in steps]
     return _epsilon(rounded, counts, spacing, order, (low, high), delta)
