@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # Elements of noise that are drawn at once.
 PIECE_ELEMENTS = 1 << 26
-_ODD = 0x9E3779B97F4A7C15  # odd, so that its multiples differ in every power of two
 
 
 def gaussian(
@@ -203,8 +202,12 @@ def device_of(generator: torch.Generator | None) -> torch.device:
 
 
 def fold(seed: int, stream: int) -> int:
-    """A seed for a stream; distinct for nearby streams, also in its low bits."""
-    return (seed + stream * _ODD) % 2**62
+    """A seed for a stream, in [0, 2^62).
+
+    Every bit of it depends on every bit of both: a generator on the CPU uses the low 32 alone.
+    """
+    digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
 
 
 def stream_of(tensor: DTensor, meshes: Sequence[DeviceMesh] = ()) -> int:
