@@ -65,7 +65,8 @@ class RunKey:
             collective call.
 
     Attributes:
-        seeded: Whether the key comes from a seed.
+        asked: Whether a seed was asked for.
+        seeded: Whether the key comes from it.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class RunKey:
         shared: bool = False,
     ) -> None:
         asked = generator is not None or reproducible_from_environment()
-        self.seeded = asked and not secure and not isinstance(generator, SystemGenerator)
+        self.asked = asked and not secure and not isinstance(generator, SystemGenerator)
+        self.seeded = self.asked
         self.shared = shared
         self._next: dict[str, int] = {}
         self._secret = seed_bytes(generator) if self.seeded else None

@@ -47,7 +47,7 @@ def restore_noise(
         taken: Number of steps that had been taken in this process.
 
     Warns:
-        UserWarning: The run is seeded, and its noise does not come from the seed any more.
+        UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
     key, layout = optimizer._layout.key, optimizer._layout
     # The accountant may have been set back already: by the load before, or one of the model alone.
@@ -59,9 +59,8 @@ def restore_noise(
     key.at_least({NOISE: max(taken, steps), **({} if entry is None else entry["next"])})
     if known or not (steps or taken):
         return
-    seeded = key.seeded and layout.noise_is_due()
     key.renew()
-    if seeded:
+    if key.asked and layout.draws_shared_noise():
         _warn(back)
 
 
