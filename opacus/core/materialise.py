@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opacus.core.norms import add_rows
 from opacus.core.processed import is_processed
 from opacus.core.profiling import each_layer
-from opacus.core.recorder import Generation, Record
+from opacus.core.provenance import check_sizes
+from opacus.core.record import Generation, Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.torch_internals import at_end_of_backward, number_of_backward
 
@@ -42,7 +43,12 @@ class Materialise:
         self._elements: dict[tuple[str, int, int], int] = {}
 
     def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+        """Sink of the recorder.
+
+        Raises:
+            ValueError: The layer's rows are not the samples; nothing of it has been kept.
+        """
+        check_sizes(record)
         if not record.reused or record.layer.rule.needs_parameters:
             return self._form(record)
         key = (record.spec.name, id(record.generation), number_of_backward())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.record import Record
 from opacus.core.row_trail import SampleRows
 from opacus.core.spec import LayerSpec
 from opacus.core.torch_internals import number_of_backward
@@ -209,11 +211,69 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def batch_of(inputs: Any, dim: int) -> int | None:
-    """Batch size of a model's inputs, where all its tensors agree on one."""
+    """Batch size of a model's inputs, where all its tensors agree on one.
+
+    Those with one row, of no more dimensions than the others, may be the same for all samples.
+    """
     leaves = tree_leaves(inputs, is_leaf=lambda v: isinstance(v, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         return None
-    sizes = {t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim}
-    if len(sizes) > 1:
-        sizes.discard(1)
-    return sizes.pop() if len(sizes) == 1 else None
+    dims: dict[int, int] = {}  # number of rows -> most dimensions of a tensor with so many
+    for tensor in leaves:
+        if isinstance(tensor, Tensor) and tensor.dim() > dim:
+            rows = tensor.shape[dim]
+            dims[rows] = max(dims.get(rows, 0), tensor.dim())
+    if len(dims) > 1 and dims.get(1, 0) <= max(d for rows, d in dims.items() if rows != 1):
+        dims.pop(1, None)
+    return next(iter(dims)) if len(dims) == 1 else None
+
+
+def possible_batches(inputs: Any, dim: int) -> frozenset[int]:
+    """Every number of samples that a model's inputs allow; empty if they tell nothing.
+
+    Where tensors disagree on :func:`batch_of`, a layer may still have to have as many rows as
+    one of them: what was flattened, joined along the batch or cut into windows has not.
+
+    Args:
+        inputs: Positional and keyword arguments of the model.
+        dim: Dimension of tensors that counts samples.
+    """
+    args, kwargs = inputs
+    return frozenset(n for value in (*args, *kwargs.values()) for n in _sizes(value, dim))
+
+
+def check_sizes(record: Record) -> None:
+    """Refuse a layer with rows that cannot be the samples that the model was given.
+
+    Raises:
+        ValueError: Names the layer, with both numbers: see :func:`possible_batches`.
+    """
+    sizes = record.forward_pass.sizes if record.forward_pass is not None else frozenset()
+    if not sizes or record.rows in sizes:
+        return
+    batch = " or ".join(str(n) for n in sorted(sizes))
+    raise ValueError(
+        f"{record.spec} saw {record.rows} rows in a batch of {batch} samples, as many as the "
+        "model's inputs have, so it would be clipped by row (token, position, half of a pair) "
+        "instead of by sample. Let its input have the batch in its first dimension: [batch, "
+        "length, ...] instead of [batch * length, ...], positions expanded to [batch, length], "
+        "pairs stacked in a new dimension instead of joined along the batch. If the model is "
+        "time-major, use batch_first=False. Or freeze the layer. Nothing of this batch was added "
+        "to the model"
+    )
+
+
+def _sizes(value: Any, dim: int) -> Iterator[int]:
+    if isinstance(value, PackedSequence):
+        yield int(value.batch_sizes[0]) if len(value.batch_sizes) else 0
+    elif isinstance(value, Tensor):
+        if value.dim() > dim and isinstance(value.shape[dim], int):
+            yield value.shape[dim]
+    elif isinstance(value, Mapping):
+        yield from (n for v in value.values() for n in _sizes(v, dim))
+    elif isinstance(value, (list, tuple)):
+        if value and all(isinstance(v, Tensor) and v.dim() for v in value):
+            yield len(value)  # maybe a tensor for each sample
+        yield from (n for v in value for n in _sizes(v, dim))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _sizes({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, dim)

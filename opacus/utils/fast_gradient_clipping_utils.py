@@ -351,7 +351,10 @@ class DPLossFastGradientClipping:
 
     def _samples(self, shape: Any) -> int | None:
         """Number of samples: as told, else that of the model's latest batch."""
-        return int(shape[0]) if shape is not None else self.module.latest_batch
+        if shape is None:
+            return self.module.latest_batch
+        self.module._recorder.samples_are_told()
+        return int(shape[0])
 
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
         if not hasattr(self.criterion, "reduction"):
