@@ -199,7 +199,7 @@ def check_noise_source(noise_generator: torch.Generator | None, secure_mode: boo
 def say_that_noise_is_seeded() -> None:
     """Tell what a seed means for the guarantee."""
     logger.warning(
-        "The noise comes from a seed (noise_generator, or OPACUS_REPRODUCIBLE=1): whoever knows the "
+        "The noise comes from a seed (noise_generator, or OPACUS_REPRODUCIBLE=1): who knows the "
         "seed can compute the noise and remove it. Keep the seed secret, or release only what was "
         "trained without one."
     )
