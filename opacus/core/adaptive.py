@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.core.layout import Single
-from opacus.core.noise import gaussian
 from opacus.core.state import PrivacyParams
 
 
@@ -61,8 +60,7 @@ def private_fraction(
         device: Device for the reduction.
     """
     value = torch.tensor([count], dtype=torch.float32, device=device)
-    if layout.draws_shared_noise():
-        value = value + gaussian(std, value, layout.generator, layout.secure_mode)
+    value = layout.noised_count(std, value)
     if layout.world_size > 1:
         dist.all_reduce(value)
     return float(value) / batch + 0.5

@@ -18,36 +18,67 @@ all ranks (``replicated.py``) sums the layers that each rank has measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.kernels.gaussian import add_gaussian, can_fuse
 from opacus.core.kernels.weighted_sum import consecutive
-from opacus.core.noise import PIECE_ELEMENTS, ShardedNoise, gaussian
+from opacus.core.key import APART, COUNT, NOISE, RunKey
+from opacus.core.noise import PIECE_ELEMENTS, add_noise, local
 from opacus.core.profiling import REDUCTION, timed
 from opacus.core.sharded import is_dtensor, is_fsdp
 
-# Elements of half-precision sums that get their noise at once.
-PIECE = 1 << 24
-
 
 class Single:
-    """One process."""
+    """One process.
+
+    Args:
+        generator: A seeded source of the noise; see :class:`opacus.core.key.RunKey`.
+        secure_mode: ChaCha20, with a key that never comes from a seed.
+
+    Attributes:
+        key: Key of the run.
+    """
 
     world_size = 1
-    # Whether all noise comes from one generator, wherever it is due.
-    one_draw: ClassVar[bool] = True
+    # Whether all ranks draw with one key.
+    shares_key: ClassVar[bool] = False
 
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
-        self.generator = generator
+        self._generator = generator
         self.secure_mode = secure_mode
+        self.key = self._new_key()
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The seeded source of the noise, if there is one."""
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self._generator = value
+        old, self.key = self.key, self._new_key()
+        self.key.at_least(old.numbers)
+
+    def _new_key(self) -> RunKey:
+        return RunKey(self._generator, secure=self.secure_mode, shared=self.shares_key)
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        """Noise of standard deviation ``std`` for one gradient, or None where none is due."""
-        return gaussian(std, reference, self.generator, self.secure_mode)
+        """Noise by itself, other noise in each call; None where none is due.
+
+        Args:
+            std: Standard deviation.
+            reference: A gradient; the noise has its shape, layout and device.
+        """
+        number = self.key.advance(APART)
+        if not self.noise_is_due():
+            return None
+        noise = torch.zeros_like(reference, dtype=_wide(reference.dtype))
+        if std:
+            add_noise(std, [(noise, noise, "")], self.key, APART, self.secure_mode, number)
+        return noise
 
     def noised(
         self,
@@ -55,60 +86,50 @@ class Single:
         sums: Sequence[Tensor],
         dtypes: Sequence[torch.dtype],
         in_place: bool = False,
+        names: Sequence[str] | None = None,
     ) -> Iterable[Tensor]:
-        """Each sum with the noise that is due to it here; formed when it is asked for.
+        """Each sum with the noise that is due to it here, a step of the key's.
 
         Args:
             std: Standard deviation of the noise.
             sums: Sums of clipped gradients.
             dtypes: Dtype of each result.
             in_place: Overwrite sums that have it, which saves the memory of another gradient.
+            names: Names of the parameters, by which their noise differs; by default their places.
+
+        Returns:
+            The results, formed when they are asked for.
         """
-        wanted = iter(dtypes)
-        for piece in consecutive(sums, Tensor.numel, PIECE_ELEMENTS):
-            own = [next(wanted) for _ in piece]
-            if self._can_fuse(std, piece, own):
-                yield from self._fused(std, piece, own, in_place)
-            else:
-                for total, dtype in zip(piece, own, strict=True):
-                    yield self._with_noise(std, total, dtype, in_place)
+        step = self.key.advance(NOISE)
+        due = std > 0 and self.noise_is_due()
+        names = [str(place) for place in range(len(sums))] if names is None else names
+        jobs = list(zip(sums, dtypes, names, strict=True))
+        return self._noised(std if due else 0.0, jobs, in_place, step)
 
-    def _can_fuse(self, std: float, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-        """Whether one kernel can draw and add the noise of these sums."""
-        due = self.one_draw and std > 0 and not self.secure_mode and self.draws_shared_noise()
-        return (
-            due
-            and len({total.device for total in sums}) == 1
-            and torch.float64 not in dtypes
-            and all(not is_dtensor(t) and can_fuse(t, self.generator) for t in sums)
-        )
-
-    def _fused(
-        self, std: float, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], in_place: bool
+    def _noised(
+        self, std: float, jobs: list[tuple[Tensor, torch.dtype, str]], in_place: bool, step: int
     ) -> Iterator[Tensor]:
-        pairs = zip(sums, dtypes, strict=True)
-        results = [
-            total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-            for total, dtype in pairs
-        ]
-        add_gaussian(std, sums, results, self.generator)
-        yield from results
+        for piece in consecutive(jobs, lambda job: local(job[0]).numel(), PIECE_ELEMENTS):
+            targets = [
+                total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+                for total, dtype, _ in piece
+            ]
+            with_target = list(zip(piece, targets, strict=True))
+            if std:
+                todo = [(total, target, name) for (total, _, name), target in with_target]
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step)
+            else:
+                for (total, _, _), target in with_target:
+                    if target is not total:
+                        target.copy_(total)
+            yield from targets
 
-    def _with_noise(self, std: float, total: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-        half = dtype in (torch.float16, torch.bfloat16)
-        in_place = in_place and total.dtype == dtype
-        if half and total.is_contiguous() and not is_dtensor(total):
-            # A piece at a time: noise is drawn in fp32, twice as wide.
-            out = total if in_place else torch.empty_like(total, dtype=dtype)
-            pieces = zip(total.view(-1).split(PIECE), out.view(-1).split(PIECE), strict=True)
-            for piece, place in pieces:
-                noise = self.noise(std, piece)
-                place.copy_(piece if noise is None else noise.add_(piece))
-            return out
-        noise = self.noise(std, total)
-        if noise is None:
-            return total if in_place else total.to(dtype, copy=True)
-        return total.add_(noise) if in_place else noise.add_(total).to(dtype)
+    def noised_count(self, std: float, count: Tensor) -> Tensor:
+        """A count of this rank's samples, in place with the noise that is due to it here."""
+        number = self.key.advance(COUNT)
+        if std and self.draws_shared_noise():
+            add_noise(std, [(count, count, "")], self.key, COUNT, self.secure_mode, number)
+        return count
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the noised gradients over ranks, where that has not been done."""
@@ -116,6 +137,14 @@ class Single:
     def draws_shared_noise(self) -> bool:
         """Whether this rank draws the noise of numbers that are summed over ranks."""
         return True
+
+    def noise_is_due(self) -> bool:
+        """Whether gradients get noise on this rank."""
+        return True
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class DataParallel(Single):
@@ -126,11 +155,10 @@ class DataParallel(Single):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        return super().noise(std, reference) if self.rank == 0 else None
-
     def draws_shared_noise(self) -> bool:
         return self.rank == 0
+
+    noise_is_due = draws_shared_noise  # gradients are summed over ranks after it
 
     @timed(REDUCTION)
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -140,26 +168,22 @@ class DataParallel(Single):
 
 
 class Sharded(Single):
-    """Parameters sharded by FSDP2, different samples on each rank."""
+    """Parameters sharded by FSDP2, different samples on each rank.
 
-    one_draw = False
+    A shard's noise is that of its elements' numbers in the whole parameter: nothing is drawn
+    twice, and replicas of a shard (HSDP) draw the same.
+    """
+
+    shares_key = True
 
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
         super().__init__(generator, secure_mode)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.streams = ShardedNoise(generator, secure_mode)
-
-    def draws_shared_noise(self) -> bool:
-        return self.rank == 0
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        if not is_dtensor(reference):
-            raise ValueError(
-                "an FSDP optimizer needs sharded gradients, got a plain tensor of shape "
-                f"{tuple(reference.shape)}; wrap the whole model with FSDP2Wrapper first"
-            )
-        return self.streams.draw(std, reference)
+        check_sharded([reference])
+        return super().noise(std, reference)
 
     def noised(
         self,
@@ -167,30 +191,36 @@ class Sharded(Single):
         sums: Sequence[Tensor],
         dtypes: Sequence[torch.dtype],
         in_place: bool = False,
+        names: Sequence[str] | None = None,
     ) -> Iterable[Tensor]:
-        plain = not all(is_dtensor(total) for total in sums)
-        other = any(total.dtype != dtype for total, dtype in zip(sums, dtypes, strict=True))
-        if self.secure_mode or plain or other or not in_place:
-            return super().noised(std, sums, dtypes, in_place)
-        # On the local shards: an operation on a DTensor costs more time than this noise.
-        shards: list[Any] = list(sums)
-        self.streams.add_to_shards(std, shards)
-        return shards
+        check_sharded(sums)
+        return super().noised(std, sums, dtypes, in_place, names)
+
+    def draws_shared_noise(self) -> bool:
+        return self.rank == 0
 
 
 class TensorParallel(Single):
-    """Layers split over ranks that all hold the same samples."""
+    """Layers split over ranks that all hold the same samples.
 
-    one_draw = False
+    The noise of a parameter that all ranks hold whole is the same on each.
+    """
 
-    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
-        super().__init__(generator, secure_mode)
-        self.streams = ShardedNoise(generator, secure_mode)
+    shares_key = True
 
-    def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        if is_dtensor(reference):
-            return self.streams.draw(std, reference)
-        return self.streams.draw_equal(std, reference)
+
+def check_sharded(tensors: Iterable[Tensor]) -> None:
+    """Refuse gradients that FSDP2 has not sharded.
+
+    Raises:
+        ValueError: It names the shape.
+    """
+    for tensor in tensors:
+        if not is_dtensor(tensor):
+            raise ValueError(
+                "an FSDP optimizer needs sharded gradients, got a plain tensor of shape "
+                f"{tuple(tensor.shape)}; wrap the whole model with FSDP2Wrapper first"
+            )
 
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:

@@ -73,5 +73,7 @@ def test_gaussian_widens_half_precision_and_draws_nothing_for_zero() -> None:
 
 
 def test_streams_differ_in_their_low_bits() -> None:
-    seeds = [fold(12345, i) for i in range(4096)]
-    assert len({s % 2**32 for s in seeds}) == len(seeds)
+    """A generator on the CPU takes the low 32 bits alone; streams of meshes differ in high ones."""
+    for distance in (1, 1 << 32, 1 << 40):
+        seeds = [fold(12345, i * distance) for i in range(256)]
+        assert len({s % 2**32 for s in seeds}) == len(seeds)

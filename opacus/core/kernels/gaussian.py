@@ -1,60 +1,73 @@
 """Gaussian noise added to many tensors in one pass over them.
 
-On a GPU the noise is made where it is added (Philox and Box-Muller, as PyTorch's own), so it
-takes no memory; elsewhere PyTorch draws it.
+Each number is a function of a key, a step and the number of its element: see
+:mod:`opacus.core.key`. Random words come from a counter-based generator (Philox, or ChaCha20 in
+secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made where it is
+added, so it takes no memory; ``gaussian_reference`` makes the same on the CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from opacus.core.kernels import gaussian_reference
 from opacus.core.kernels.choice import is_usable
 from opacus.core.kernels.weighted_sum import triton_works
+from opacus.core.regions import Region
+
+# In secure mode results are multiples of this part of the standard deviation's power of two.
+GRID = 2.0**-16
 
 
-def can_fuse(tensor: Tensor, generator: torch.Generator | None) -> bool:
-    """Whether :func:`add_gaussian` takes this tensor, with this source of randomness."""
-    return (
-        tensor.is_cuda
-        and tensor.is_contiguous()
-        and (generator is None or _draws_on(generator.device, tensor.device))
-        and is_usable(tensor)
-        and triton_works()
-    )
+class Draw(NamedTuple):
+    """Noise for one tensor.
+
+    Attributes:
+        source: What it is added to, contiguous.
+        target: Where the sum goes, contiguous, of the same size; may be the source.
+        region: Numbers of the elements.
+        key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host
+            time for bytes that it sees for the first time.
+    """
+
+    source: Tensor
+    target: Tensor
+    region: Region
+    key: bytes
 
 
-def _draws_on(source: torch.device, device: torch.device) -> bool:
-    """Whether a generator of ``source`` draws on ``device``; it may not say which GPU it is of."""
-    return source.type == device.type and source.index in (None, device.index)
-
-
-def add_gaussian(
-    std: float,
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    generator: torch.Generator | None = None,
-) -> None:
-    """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32.
-
-    No two elements share a random number, and neither do two calls: each call draws a key of
-    its own from ``generator``, so that equal states of it give equal noise.
+def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = False) -> None:
+    """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32, or fp64 for fp64.
 
     Args:
-        std: Standard deviation.
-        sources: Tensors on one GPU for which :func:`can_fuse` holds.
-        targets: Where the results go: contiguous, of the sources' sizes, bf16, fp16 or fp32;
-            may be the sources themselves.
-        generator: Source of randomness; the device's own if ``None``.
+        std: Standard deviation, positive.
+        draws: Tensors of any devices and dtypes.
+        step: Number in [0, 2^63) that has not been used with these keys for other sums.
+        secure: Words from ChaCha20 instead of Philox, and sums rounded to a grid much finer than
+            the noise, so that the lowest bits of a float do not tell what was added to what.
     """
-    from opacus.core.kernels import gaussian_triton as gpu
+    grid = grid_of(std) if secure else 0.0
+    on_gpu: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Draw]] = {}
+    others: list[Draw] = []
+    for draw in draws:
+        source, target = draw.source, draw.target
+        if source.is_cuda and is_usable(source) and is_usable(target) and triton_works():
+            on_gpu.setdefault((source.device, source.dtype, target.dtype), []).append(draw)
+        else:
+            others.append(draw)
+    for group in on_gpu.values():
+        from opacus.core.kernels import gaussian_triton
 
-    together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for place, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        together.setdefault((source.dtype, target.dtype), []).append(place)
-    for places in together.values():
-        key = torch.empty(1, dtype=torch.int64, device=sources[0].device)
-        key.random_(generator=generator)
-        gpu.launch(std, [sources[p] for p in places], [targets[p] for p in places], key)
+        gaussian_triton.launch(std, group, step, grid)
+    if others:
+        gaussian_reference.add(std, others, step, grid)
+
+
+def grid_of(std: float) -> float:
+    """Distance of the numbers that secure mode releases: a power of two."""
+    return GRID * 2.0 ** math.floor(math.log2(std))
