@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from opacus.core.modes import AUTO, MODES, Mode, mode_of
 from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
-from opacus.core.stored_shards import VARIABLE, stored_shards_from_environment
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
@@ -142,9 +140,8 @@ def on_all_ranks(
     sharded = sharded or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
     ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ask:
-        variables = {VARIABLE: os.environ.get(VARIABLE)}
         about = {"the model": describe(module), "grad_sample_mode": grad_sample_mode}
-        facts = {**about, **variables, **facts}
+        facts = {**about, **facts}
     with together(ask, facts):
         yield facts
 
@@ -175,7 +172,6 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
         )
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
-    stored_shards_from_environment()
     lone_sample_from_environment()
     compiled_taps_from_environment()
     variables_set()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,21 @@ from torch import Tensor
 from opacus.core.switches import switched_on
 from opacus.core.tap import ANCHOR, Use
 
-if TYPE_CHECKING:
-    from opacus.core.layer_hooks import LayerHooks
-
 VARIABLE = "OPACUS_COMPILED_TAPS"
 
+
+class Tapped(Protocol):
+    """What stands for a layer in a compiled graph: its hooks."""
+
+    key: Tensor
+    mark: Tensor
+
+    def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
+        """The layer, with these trainable parameters, has run."""
+
+
 _numbers = itertools.count(1)
-_hooks: weakref.WeakValueDictionary[int, LayerHooks] = weakref.WeakValueDictionary()
+_hooks: weakref.WeakValueDictionary[int, Tapped] = weakref.WeakValueDictionary()
 _links: weakref.WeakValueDictionary[int, _Link] = weakref.WeakValueDictionary()
 
 
@@ -47,7 +55,7 @@ def compiled_taps_from_environment() -> bool:
     return switched_on(VARIABLE, default=True)
 
 
-def key_of(hooks: LayerHooks) -> Tensor:
+def key_of(hooks: Tapped) -> Tensor:
     """A tensor by which ``begin_use`` finds these hooks, as long as they live."""
     number = next(_numbers)
     _hooks[number] = hooks
@@ -59,7 +67,7 @@ def new_mark() -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-def tap(output: Tensor, x: Tensor, hooks: LayerHooks, names: tuple[str, ...]) -> Tensor:
+def tap(output: Tensor, x: Tensor, hooks: Tapped, names: tuple[str, ...]) -> Tensor:
     """``output`` of a layer that was called with ``x``, tapped; for use while compiling.
 
     Args:
@@ -127,7 +135,7 @@ def _deliver(grad: Tensor, x: Tensor, number: Tensor) -> Tensor:
     if link is None:
         raise RuntimeError("a compiled graph has lost what belongs to a layer; set " + ADVICE)
     use = link.use
-    use.recorder.deliver(use, (x,), (grad,), borrowed=True)
+    use.sink.deliver(use, (x,), (grad,), borrowed=True)
     return torch.zeros((), device="cpu")
 
 

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opacus.core import compiled_tap
+from opacus.core.layers import Layer
 from opacus.core.lone_sample import is_alias
-from opacus.core.tap import Use, differentiable
-from opacus.core.torch_internals import number_of_backward, under_functorch
+from opacus.core.provenance import IndexCheck
+from opacus.core.spec import LayerSpec
+from opacus.core.tap import Use
+from opacus.core.torch_internals import under_functorch
 
-if TYPE_CHECKING:
-    from opacus.core.recorder import Layer, Recorder
+
+class Taps(Protocol):
+    """What the hooks of a layer ask of the recorder.
+
+    Attributes:
+        detach: Whether the layer runs on detached parameters.
+        taps_in_graphs: Whether compiled graphs contain taps.
+        indices: Whether rows are samples; told of a layer while it ``follows``.
+    """
+
+    detach: bool
+    taps_in_graphs: bool
+    indices: IndexCheck
+
+    def active(self, module: nn.Module) -> bool:
+        """Whether the layer is tapped if it runs now."""
+
+    def tap(
+        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
+    ) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets."""
+
+    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
+        """Refuse a layer whose rows are found not to be samples."""
+
+    def note_rows(self, layer: Layer, output: Any) -> None:
+        """The layer ran without a tap."""
+
+    def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
+        """The layer, with these trainable parameters, has run in a compiled graph."""
 
 
 class LayerHooks:
@@ -24,7 +54,7 @@ class LayerHooks:
     equal layers, or each layer would get a graph of its own.
     """
 
-    def __init__(self, recorder: Recorder, layer: Layer) -> None:
+    def __init__(self, recorder: Taps, layer: Layer) -> None:
         self.recorder = recorder
         self.layer = layer
         # Parameters of the calls that are running, whose place detached ones have.
@@ -61,7 +91,7 @@ class LayerHooks:
             if len(kept) == len(self.layer.spec.params):
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
-            self._note_rows(output)
+            self.recorder.note_rows(self.layer, output)
             return None
         compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
         if compiling and _is_plain(args, kwargs, output):
@@ -91,42 +121,8 @@ class LayerHooks:
         return tuple(parameters)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
-        """The layer, with these trainable parameters, has run in a compiled graph.
-
-        Raises:
-            RuntimeError: In a checkpoint's recomputation, where the samples are not known.
-            ValueError: The output is one row for all samples.
-        """
-        recorder, layer = self.recorder, self.layer
-        spec = layer.part(names)
-        if recorder.in_backward or number_of_backward() >= 0:
-            raise RuntimeError(
-                f"{spec} is computed again by an activation checkpoint, in a compiled graph: its "
-                f"samples cannot be told then. Compile parts without checkpoints, or set "
-                f"{compiled_tap.ADVICE}"
-            )
-        forward_pass = recorder.forward_pass()
-        batch, dims = forward_pass.batch, output.dim()
-        rows_first = dims > 1 and recorder.batch_dim(layer, dims) == 0
-        if rows_first and output.shape[0] == 1 and batch not in (None, 1):
-            raise ValueError(
-                f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
-                f"for each sample (expand its input), freeze it, or set {compiled_tap.ADVICE}"
-            )
-        use = Use(recorder, layer, spec, forward_pass, None, None)
-        use.register(output.shape, counted=True)
-        return use
-
-    def _note_rows(self, output: Any) -> None:
-        """Of a layer that ran without a tap, in the forward pass of a lone sample."""
-        recorder, forward_pass = self.recorder, self.recorder._current
-        if forward_pass is None or not recorder.bare or not self.layer.trainable_now().params:
-            return
-        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
-        if first is not None and first.dim():
-            dim = 0 if first.dim() < 2 else recorder.batch_dim(self.layer, first.dim())
-            rows, name = forward_pass.rows, self.layer.spec.name
-            rows[name] = max(rows.get(name, 0), first.shape[dim])
+        """See :meth:`Taps.begin_compiled`."""
+        return self.recorder.begin_compiled(self.layer, output, names)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_swapped": [], "key": None, "mark": None}

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opacus.core.layers import Layer
+from opacus.core.record import ForwardPass
 from opacus.core.switches import switched_on
-from opacus.core.tap import ANCHOR, Use
+from opacus.core.tap import ANCHOR, Sink, Use
 from opacus.core.torch_internals import TakenOff, put_back, take_off
-
-if TYPE_CHECKING:
-    from opacus.core.recorder import ForwardPass, Layer, Recorder
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
-WholeSink = Callable[["ForwardPass", dict[str, Tensor]], None]
+WholeSink = Callable[[ForwardPass, dict[str, Tensor]], None]
 # What stands for a parameter: a module's parameters, the name, the parameter, its alias.
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
 
@@ -147,7 +146,7 @@ class LoneSample:
             if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
                 parameter.data = alias.data
 
-    def ran_for(self, losses: Tensor, recorder: Recorder) -> bool:
+    def ran_for(self, losses: Tensor, sink: Sink) -> bool:
         """Whether the first use of the model that is found in the graph of ``losses`` was bare.
 
         If there are others too, the losses are refused when their gradients have come.
@@ -162,7 +161,7 @@ class LoneSample:
             use = getattr(node, "use", None)
             if isinstance(use, WholeUse) and use in self.alive:
                 return True
-            if isinstance(use, Use) and use.recorder is recorder:
+            if isinstance(use, Use) and use.sink is sink:
                 return False
             nodes += [before for before, _ in node.next_functions]
         return False

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opacus.core.norms import add_rows
 from opacus.core.processed import is_processed
 from opacus.core.profiling import each_layer
-from opacus.core.recorder import Generation, Record
+from opacus.core.record import Generation, Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.torch_internals import at_end_of_backward, number_of_backward
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from opacus.core.kernels.reference import sum_of_squares, sums_of_squares
-from opacus.core.planner import Planner
+from opacus.core.layers import Layer
 from opacus.core.profiling import each_layer
-from opacus.core.recorder import Layer, Record
+from opacus.core.record import Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.spec import LayerSpec
-
-if TYPE_CHECKING:
-    from opacus.core.exchange import Exchange
 
 # Records of at most this many elements are stacked and handled in one batched
 # call: launches, not arithmetic, are what small layers cost.
@@ -32,6 +29,13 @@ FORMED_SHARE = 0.5
 # Elements of per-sample gradients formed at once where they have to be summed
 # over several uses (weight tying) before their norm is taken.
 CHUNK_ELEMENTS = 1 << 26
+
+
+class Storage(Protocol):
+    """Decides what is kept of a record for the clipped sum."""
+
+    def stores(self, record: Record) -> bool:
+        """Whether its per-sample gradients are kept (else the record is)."""
 
 
 class NormLedger:
@@ -51,8 +55,6 @@ class NormLedger:
         planner: Where there will be no second backward pass: decides whether a layer's
             per-sample gradients are kept or its records are. ``None``: records are
             dropped once their norm is known.
-        exchange: Takes the layers whose per-sample gradients are exchanged with other ranks
-            as their records arrive, deferred or not.
     """
 
     def __init__(
@@ -61,14 +63,12 @@ class NormLedger:
         *,
         deferred: bool = False,
         budget_bytes: int | None = None,
-        planner: Planner | None = None,
-        exchange: Exchange | None = None,
+        planner: Storage | None = None,
     ) -> None:
         self.batch = batch
         self.deferred = deferred
         self.budget_bytes = budget_bytes
         self.planner = planner
-        self.exchange = exchange
         # Per-sample gradients that are kept for the clipped sum.
         self.formed: dict[str, Tensor] = {}
         self.formed_layers: set[str] = set()
@@ -95,11 +95,6 @@ class NormLedger:
         name = record.spec.name
         self.tapped = True
         check_rows(record, self.batch)
-        if self.exchange is not None and self.exchange.takes(record.layer):
-            if self.planner is not None:
-                self.planner.exchanged(record)
-            self.exchange.put(record)
-            return
         alone = not (record.reused or record.layer.shared)
         rule = record.layer.rule
         if rule.needs_parameters and not (rule.measures and alone):
@@ -159,9 +154,6 @@ class NormLedger:
         norms = sums_of_squares([self.formed[owner] for owner in left])
         for owner, norm_sq in zip(left, norms, strict=True):
             self._accumulate(owner, norm_sq)
-        if self.exchange is not None:
-            for owner, norm_sq in self.exchange.finish_norms().items():
-                self._accumulate(owner, norm_sq)
         return self._norm_sq
 
     def _hold(self, records: Sequence[Record]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,9 @@ from opacus.core.kernels.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.norms import check_unchanged
 from opacus.core.planner import Planner, free_memory
 from opacus.core.profiling import WEIGHTED_SUM, each_layer, timed
-from opacus.core.recorder import Record, Recorder
+from opacus.core.record import Record
+from opacus.core.recorder import Recorder
 from opacus.core.strategy import Ghost
-
-if TYPE_CHECKING:
-    from opacus.core.exchange import Exchange
-    from opacus.core.stored_shards import StoredShards
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
@@ -161,20 +158,12 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
-        # Under FSDP2: decides which layers' per-sample gradients ranks exchange.
-        self.stored_shards: StoredShards | None = None
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
         budget = self.held_budget
         self.planner.start(free_memory(losses.device) if budget is None else budget)
         super().norm_pass(losses, retain_graph)
-
-    def _begin_exchange(self, losses: Tensor) -> Exchange | None:
-        if self.stored_shards is None:
-            return None
-        uses = self.recorder.uses
-        return self.stored_shards.begin(len(losses), uses, self.planner, losses.device)
 
     def abandon(self) -> None:
         """See :meth:`Ghost.abandon`."""
@@ -202,20 +191,14 @@ class OnePass(Ghost):
         masked = excluded_or_none(excluded)
         sums = _KeptSums(ledger.held, factors, masked)
         ledger.held = []
-        exchange = ledger.exchange
-        if exchange is not None:
-            assert isinstance(factors, Tensor), "exchanged gradients are clipped as a whole"
-            exchange.gather_factors(factors, excluded)
         for name, parameter in self.parameters:
-            if not parameter.requires_grad or (exchange is not None and name in exchange.names):
+            if not parameter.requires_grad:
                 continue
             own = factors if isinstance(factors, Tensor) else factors.get(name)
             if own is None:  # a parameter without a norm took no part
                 own = torch.zeros(len(excluded), dtype=torch.float32, device=excluded.device)
             stored = ledger.formed.pop(name, None)
             self.sink.put(name, Terms(stored, sums.terms_of(name), own, masked))
-        if exchange is not None:
-            exchange.add_sums(dict(self.parameters))
         self.sink.finish()
 
 

@@ -6,40 +6,26 @@ the sum weights them. No matrix work beyond that of ordinary training, ``B n`` e
 ``"keep"``: activations and backprops. The norm is computed from them (by Gram matrices or
 in pieces, whichever is cheaper), the weighted gradient by one product later.
 
-Under FSDP2 ranks may agree on a third way for a layer, ``"exchange"``: its per-sample
-gradients are formed once and go out, a shard to each rank, while the pass still runs.
-
-All are exact; the choice changes speed and memory only.
+Both are exact; the choice changes speed and memory only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from opacus.core.rates import Link, rates_of
-
-if TYPE_CHECKING:
-    from opacus.core.recorder import Record
+from opacus.core.rates import rates_of
+from opacus.core.record import Record
 
 # Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
 STORE_PASSES = 3
 # Passes over kept tensors: read and written once more, with the clipping factors.
 KEEP_PASSES = 2
-# Passes over exchanged ones: written, received, read for the norm, read for the sum; with
-# several samples they are also cut into shards, read and written once more.
-EXCHANGE_PASSES = 4
-CUT_PASSES = 2
 # Part of the memory that is free when the backward pass starts which may be kept.
 FREE_MEMORY_SHARE = 0.8
-# What a rank can do by itself.
-ALONE = ("store", "keep")
-# Bytes of an element in a reduction, in fp32.
-REDUCED_BYTES = 4
 # Choices that are remembered.
 MOST_KNOWN = 10_000
 
@@ -53,7 +39,7 @@ class Choice:
         kind: Class of the layer.
         batch: Number of samples B.
         shapes: Shapes of activations and backprops.
-        what: ``"store"``, ``"keep"`` or ``"exchange"``.
+        what: ``"store"`` or ``"keep"``.
         milliseconds: Estimated time beyond non-private training, of each choice.
         bytes: Memory held until the sum, of each choice.
     """
@@ -79,16 +65,13 @@ class Planner:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.choices: dict[str, Choice] = {}
-        # What joins the ranks that hold the shards, where these may exchange gradients.
-        self.link: Link | None = None
-        self._previous: dict[str, Choice] = {}
         self._known: dict[Hashable, Choice] = {}
 
     def start(self, budget_bytes: int | None) -> None:
         """Begin a new backward pass."""
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self._previous, self.choices = self.choices, {}
+        self.choices = {}
 
     def stores(self, record: Record) -> bool:
         """Whether the per-sample gradients of ``record`` are stored (else it is kept)."""
@@ -98,38 +81,20 @@ class Planner:
         what = choice.what
         budget = self.budget_bytes
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
-            what = min(ALONE, key=choice.bytes.__getitem__)
+            what = min(choice.bytes, key=choice.bytes.__getitem__)
         self.held_bytes += choice.bytes[what]
         self.choices[choice.layer] = choice if what == choice.what else replace(choice, what=what)
         return what == "store"
 
-    def prefers_exchange(self, layer: str) -> bool:
-        """Whether exchanging the gradients of ``layer`` would have been fastest in the last pass.
-
-        Of no samples, or under no plan yet, nothing is known: a rank without samples goes along.
-        """
-        choice = self._previous.get(layer)
-        if choice is None:
-            return False
-        if not choice.batch:
-            return True
-        known = choice.milliseconds
-        return "exchange" in known and known["exchange"] < min(known[what] for what in ALONE)
-
-    def exchanged(self, record: Record) -> None:
-        """Note that ranks have agreed to exchange the gradients of ``record``."""
-        choice = self._choice(record)
-        self.choices[choice.layer] = replace(choice, what="exchange")
-
     def _choice(self, record: Record) -> Choice:
         tensors = record.tensors
         spec = record.spec
-        key = (spec.name, spec.params, self.link, *[t.shape for t in tensors])
+        key = (spec.name, spec.params, *[t.shape for t in tensors])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
-            known = self._known[key] = _compare(record, tensors, self.link)
+            known = self._known[key] = _compare(record, tensors)
         return known
 
     def table(self) -> str:
@@ -144,7 +109,7 @@ class Planner:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _compare(record: Record, tensors: list[Tensor], link: Link | None = None) -> Choice:
+def _compare(record: Record, tensors: list[Tensor]) -> Choice:
     spec, backprops = record.spec, tensors[-1]
     rates = rates_of(backprops.device, backprops.dtype)
     elements = spec.elements
@@ -160,16 +125,6 @@ def _compare(record: Record, tensors: list[Tensor], link: Link | None = None) ->
     if cost is None and stored <= held:
         seconds["store"] = 0.0
     what = min(seconds, key=seconds.__getitem__)
-    sizes = {"store": stored, "keep": held}
-    if link is not None:
-        # Ordinary training reduces in the shadow of the backward pass, and so does an
-        # exchange; what is summed after the pass is reduced after it.
-        reduced = elements * REDUCED_BYTES
-        more = max(0, stored - reduced)
-        passes = EXCHANGE_PASSES + (CUT_PASSES if record.batch > 1 else 0)
-        seconds = {k: v + link.seconds(reduced) for k, v in seconds.items()}
-        seconds["exchange"] = passes * stored / rates.bytes + link.seconds(more)
-        sizes["exchange"] = stored
     shapes = ", ".join(str(list(t.shape)) for t in tensors)
     return Choice(
         layer=spec.name,
@@ -178,7 +133,7 @@ def _compare(record: Record, tensors: list[Tensor], link: Link | None = None) ->
         shapes=shapes,
         what=what,
         milliseconds={k: v * 1e3 for k, v in seconds.items()},
-        bytes=sizes,
+        bytes={"store": stored, "keep": held},
     )
 
 

@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -22,26 +21,8 @@ class Rates:
     bytes: float
 
 
-@dataclass(frozen=True)
-class Link:
-    """What joins the ranks that hold the shards of a parameter.
-
-    Attributes:
-        world: Number of these ranks W.
-        bytes: Bytes a second that each of them sends in an all-to-all.
-    """
-
-    world: int
-    bytes: float
-
-    def seconds(self, size: float) -> float:
-        """Time to send each other rank its W-th of ``size`` bytes."""
-        return size * (self.world - 1) / self.world / self.bytes
-
-
 # A CPU core, roughly. Only ratios matter, and only to choose between exact methods.
 CPU = Rates(multiply_adds=3e10, bytes=1e10)
-CPU_LINK = 1e9
 
 
 @functools.cache
@@ -59,21 +40,6 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     product = _seconds(lambda: torch.mm(square, square))
     copy = _seconds(lambda: copied.copy_(block))
     return Rates(multiply_adds=side**3 / product, bytes=2 * block.numel() / copy)
-
-
-@functools.cache
-def link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bytes a second of :class:`Link`, measured once on GPUs; a constant for CPUs.
-
-    The ranks of the group call this together.
-    """
-    if device.type != "cuda":
-        return CPU_LINK
-    world = dist.get_world_size(group)
-    sent = torch.empty((1 << 26) // world * world, dtype=torch.int8, device=device)
-    received = torch.empty_like(sent)
-    seconds = _seconds(lambda: dist.all_to_all_single(received, sent, group=group))
-    return sent.numel() * (world - 1) / world / seconds
 
 
 def _seconds(function: object, repeats: int = 5) -> float:

@@ -24,150 +24,38 @@ Note [Forward passes and generations]
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from opacus.core.compiled_tap import compiled_taps_from_environment
+from opacus.core.compiled_tap import ADVICE, compiled_taps_from_environment
 from opacus.core.layer_hooks import LayerHooks
+from opacus.core.layers import Layer
 from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
 from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of
-from opacus.core.rules import LayerRule
+from opacus.core.record import ForwardPass, Generation, Record
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
-from opacus.core.tap import ANCHOR, Tap, Use, differentiable, prepared, tap_one, to_front
+from opacus.core.tap import (
+    ANCHOR,
+    Tap,
+    Use,
+    differentiable,
+    prepared,
+    rows_of,
+    tap_one,
+    to_front,
+)
 from opacus.core.torch_internals import (
     number_of_backward,
     prepare_for_graphs,
     renumber,
     under_functorch,
 )
-
-
-@dataclass(eq=False)
-class Layer:
-    """A module whose directly owned parameters get per-sample gradients.
-
-    Attributes:
-        owners: Local parameter name -> name of the parameter in the model; the
-            same for all layers that share a parameter.
-        shared: Whether another layer has one of these parameters too.
-        batch_first: Whether this layer has the batch in dimension 0 (else in 1); ``None``
-            if it goes by what the model says.
-        features: Number of last dimensions of the output that are not samples or time
-            steps; ``None`` if unknown.
-    """
-
-    module: nn.Module
-    spec: LayerSpec
-    rule: LayerRule
-    owners: Mapping[str, str]
-    shared: bool = False
-    batch_first: bool | None = None
-    features: int | None = None
-    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
-
-    def part(self, params: tuple[str, ...]) -> LayerSpec:
-        """The spec restricted to some of its parameters."""
-        if params not in self._parts:
-            self._parts[params] = replace(self.spec, params=params)
-        return self._parts[params]
-
-    def trainable_now(self) -> LayerSpec:
-        """The spec restricted to the parameters that still require gradients."""
-        parameters, spec = self.module._parameters, self.spec
-        for name in spec.params:
-            parameter = parameters.get(name)
-            if parameter is None or not parameter.requires_grad:
-                names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
-                return self.part(names)
-        return spec
-
-
-@dataclass(eq=False)
-class Generation:
-    """Forward passes over the same batch rows, with the taps that still wait."""
-
-    uses: dict[str, int] = field(default_factory=dict)
-    begun: bool = False
-    waiting: weakref.WeakSet[Use | WholeUse] = field(default_factory=weakref.WeakSet)
-
-    def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
-        return Generation, ()  # copies and pickles of a model start afresh
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """One call of the model: its generation and the batch rows seen so far."""
-
-    generation: Generation
-    batch: int | None = None
-    rows: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Record:
-    """What the backward pass revealed about one use of a layer.
-
-    Attributes:
-        activations: Batch-first inputs of the layer (a ``Call`` for the generic rule).
-        backprops: Gradient with respect to its output, batch first.
-        rows: Largest number of rows the layer saw in this forward pass.
-        reused: Whether the layer was used more than once in this generation.
-        forward_pass: The call of the model that it belongs to.
-    """
-
-    layer: Layer
-    spec: LayerSpec
-    activations: Any
-    backprops: Any
-    rows: int
-    reused: bool
-    generation: Generation
-    forward_pass: ForwardPass | None = None
-    versions: list[int] | None = None  # of the tensors, since it was kept
-    borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of activations and backprops."""
-        return sum(t.numel() for t in self.tensors)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among activations and backprops."""
-        activations, backprops = self.activations, self.backprops
-        if type(activations) is tuple and isinstance(backprops, Tensor):
-            return [*activations, backprops]
-        leaves, _ = tree_flatten((activations, backprops))
-        return [t for t in leaves if isinstance(t, Tensor)]
-
-    def hold(self) -> None:
-        """The record is used after its delivery: copy what is borrowed."""
-        if self.borrowed:
-            held = (self.activations, self.backprops)
-            self.activations, self.backprops = tree_map_only(Tensor, torch.clone, held)
-            self.borrowed = False
-
-    def owned(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``grads`` made from this record, none of which lies in memory that is borrowed."""
-        if not self.borrowed:
-            return grads
-        places = {t.untyped_storage().data_ptr() for t in self.tensors}
-        borrowed = {n for n, g in grads.items() if g.untyped_storage().data_ptr() in places}
-        return {n: g.clone() if n in borrowed else g for n, g in grads.items()}
-
-    @property
-    def batch(self) -> int:
-        """Number of samples in this record."""
-        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
-        return first.shape[0]  # type: ignore[no-any-return]
 
 
 class Recorder:
@@ -233,11 +121,6 @@ class Recorder:
         while self.handles:
             self.handles.pop().remove()
         self.forget()
-
-    @property
-    def uses(self) -> Mapping[str, int]:
-        """How often each layer ran over the latest batch rows, in the order of its first use."""
-        return self._generation.uses
 
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
@@ -348,7 +231,8 @@ class Recorder:
         for tensor in tensors:
             if type(tensor) is Tensor and not tensor.is_floating_point():
                 self._look_up(spec, tensor)
-        use = Use(self, layer, spec, self.forward_pass(), inputs, in_tree)
+        dim = self.batch_dim(layer, outputs[picked[0]].dim())
+        use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
         picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
         self._register(use, picked_outputs[0].shape)
         tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
@@ -362,7 +246,7 @@ class Recorder:
             return output
         if not x.is_floating_point():
             self._look_up(spec, x)
-        use = Use(self, layer, spec, self.forward_pass(), None, None)
+        use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
         if output.shape[0:1] == (1,):
             output = self._spread(use, output, [x])
         self._register(use, output.shape)
@@ -384,6 +268,41 @@ class Recorder:
         first = tree_leaves(tapped)[0]
         if self.batch_dim(layer, first.dim()) == 0:
             self.indices.ran(layer.spec, inputs, first)
+
+    def note_rows(self, layer: Layer, output: Any) -> None:
+        """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        if self._current is None or not self.bare or not layer.trainable_now().params:
+            return
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        if first is not None and first.dim():
+            dim = self.batch_dim(layer, first.dim())
+            self._current.saw(layer.spec.name, rows_of(first.shape, dim))
+
+    def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
+        """A layer, with these trainable parameters, has run in a compiled graph.
+
+        Raises:
+            RuntimeError: In a checkpoint's recomputation, where the samples are not known.
+            ValueError: The output is one row for all samples.
+        """
+        spec = layer.part(names)
+        if self.in_backward or number_of_backward() >= 0:
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, in a compiled graph: its "
+                f"samples cannot be told then. Compile parts without checkpoints, or set {ADVICE}"
+            )
+        forward_pass = self.forward_pass()
+        batch, dims = forward_pass.batch, output.dim()
+        dim = self.batch_dim(layer, dims)
+        rows_first = dims > 1 and dim == 0
+        if rows_first and output.shape[0] == 1 and batch not in (None, 1):
+            raise ValueError(
+                f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
+                f"for each sample (expand its input), freeze it, or set {ADVICE}"
+            )
+        use = Use(self, layer, spec, forward_pass, dim)
+        use.register(output.shape, counted=True)
+        return use
 
     def forward_pass(self) -> ForwardPass:
         """The call of the model that runs; outside of it, one of its own."""
@@ -433,7 +352,7 @@ class Recorder:
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
     ) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
-        dim = self.batch_dim(layer, grads[0].dim())
+        dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
         first = backprops[0]
@@ -472,10 +391,6 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batc
     parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
     buffers = {n: b for n, b in module._buffers.items() if b is not None}
     return Call(args, kwargs, parameters, buffers, batch_dim)
-
-
-def _requires_grad(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
 
 
 # Of no use in a compiled graph.

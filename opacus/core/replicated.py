@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from opacus.core.layers import Layer
 from opacus.core.profiling import ALL_REDUCE, STACK, part
 from opacus.core.ranks import ModelRanks
-from opacus.core.recorder import Layer
 
 
 class LayerShares:

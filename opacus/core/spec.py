@@ -59,26 +59,14 @@ def layer_kind(module: nn.Module) -> type[nn.Module]:
             return kind
 
 
-def make_spec(name: str, module: nn.Module, options: Mapping[str, Any] | None = None) -> LayerSpec:
+def make_spec(name: str, module: nn.Module, options: Mapping[str, Any]) -> LayerSpec:
     """The spec of ``module``, as it is now: which parameters are trainable is read here.
 
     Args:
         name: Qualified name of the layer in the model.
         module: The layer.
-        options: What its rule asked for; ``None`` asks the rule that
-            :func:`~opacus.core.rules.rule_for` gives.
-
-    Raises:
-        ValueError: The layer has a setting that its rule cannot handle.
+        options: What its rule asked for.
     """
-    kind = layer_kind(module)
-    if options is None:
-        from opacus.core.rules import rule_for  # rules are built on specs
-
-        try:
-            options = rule_for(module).options(module)
-        except ValueError as error:
-            raise ValueError(f"layer '{name}' ({kind.__name__}): {error}") from None
     own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
     shapes = {n: tuple(p.shape) for n, p in own.items()}
-    return LayerSpec(name, kind, tuple(own), shapes, options)
+    return LayerSpec(name, layer_kind(module), tuple(own), shapes, options)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
 from opacus.core.processed import was_processed
 from opacus.core.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.recorder import ForwardPass, Record, Recorder
-
-if TYPE_CHECKING:
-    from opacus.core.exchange import Exchange
+from opacus.core.record import ForwardPass, Record
+from opacus.core.recorder import Recorder
 
 
 class Phase(enum.Enum):
@@ -116,7 +114,6 @@ class Ghost:
             deferred=self.deferred,
             budget_bytes=budget,
             planner=self.planner,
-            exchange=self._begin_exchange(losses),
         )
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
@@ -188,10 +185,6 @@ class Ghost:
             sums = weighted_sum_each(grads, own, masked, dtypes)
         for (_, parameter), total in zip(used, sums, strict=True):
             parameter.grad = total if parameter.grad is None else parameter.grad + total
-
-    def _begin_exchange(self, losses: Tensor) -> Exchange | None:
-        """What ranks will exchange in the norm pass of ``losses`` ``[B]``."""
-        return None
 
     def start_sum(self) -> None:
         """The parameters' ``grad`` are not in use: no sample has been summed yet."""

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from opacus.core.layers import Layer
+from opacus.core.record import ForwardPass
 from opacus.core.spec import LayerSpec
 from opacus.core.torch_internals import direct_apply
 
-if TYPE_CHECKING:
-    from opacus.core.recorder import ForwardPass, Layer, Recorder
+
+class Sink(Protocol):
+    """Takes what the backward pass brings to a tap."""
+
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """The inputs of a layer's use, and the gradients with respect to its outputs."""
 
 
 class Use:
     """One use of a layer, from its forward until its graph is gone.
 
     Args:
+        sink: Takes what the backward pass brings.
+        batch_dim: Dimension of inputs and outputs that counts samples.
         inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
             that was called with one tensor.
     """
 
     __slots__ = (
-        "__weakref__", "_in_tree", "_inputs", "forward_pass", "layer", "recorder", "repeated",
-        "spec",
+        "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "repeated",
+        "sink", "spec",
     )  # fmt: skip
 
     def __init__(
         self,
-        recorder: Recorder,
+        sink: Sink,
         layer: Layer,
         spec: LayerSpec,
         forward_pass: ForwardPass,
-        inputs: list[Any] | None,
-        in_tree: TreeSpec | None,
+        batch_dim: int,
+        inputs: list[Any] | None = None,
+        in_tree: TreeSpec | None = None,
     ) -> None:
-        self.recorder = recorder
+        self.sink = sink
+        self.batch_dim = batch_dim
         self.layer = layer
         self.spec = spec
         self.repeated = False  # whether one output was repeated for all samples
@@ -50,13 +67,10 @@ class Use:
         """Note that the layer ran; a recomputation is not counted as another use."""
         if not counted:
             return
-        name, rows = self.spec.name, self.forward_pass.rows
-        generation = self.forward_pass.generation
+        name, generation = self.spec.name, self.forward_pass.generation
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
-        dims = len(output_shape)
-        dim = 0 if dims < 2 else self.recorder.batch_dim(self.layer, dims)
-        rows[name] = max(rows.get(name, 0), output_shape[dim] if dims else 0)
+        self.forward_pass.saw(name, rows_of(output_shape, self.batch_dim))
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's arguments, with ``tensors`` in the places of the original ones."""
@@ -87,7 +101,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        ctx.use.sink.deliver(ctx.use, ctx.saved_tensors, grads)
         return (None, None, None, *grads, *([None] * ctx.num_inputs))
 
 
@@ -102,11 +116,18 @@ class _TapOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.use.recorder.deliver(ctx.use, ctx.saved_tensors, grads)
+        ctx.use.sink.deliver(ctx.use, ctx.saved_tensors, grads)
         return None, None, grads[0], None
 
 
 tap_one = direct_apply(_TapOne)
+
+
+def rows_of(shape: torch.Size, batch_dim: int) -> int:
+    """Number of rows of an output of this shape."""
+    if len(shape) > 1:
+        return shape[batch_dim]
+    return shape[0] if shape else 0
 
 
 def to_front(tensor: Tensor, batch_dim: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus.core.recorder import Layer
+from opacus.core.layers import Layer
 from opacus.core.sharded import is_fsdp
 
 

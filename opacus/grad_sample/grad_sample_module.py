@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.attach import layers_of
 from opacus.core.auto import Choice
+from opacus.core.layers import Layer, layers_of
 from opacus.core.materialise import Materialise
 from opacus.core.norms import add_rows
-from opacus.core.recorder import Layer, Record, Recorder
+from opacus.core.record import Record
+from opacus.core.recorder import Recorder
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.sharded import is_dtensor, is_fsdp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
 from opacus.core.kernels.suite import kernels_named
+from opacus.core.layers import Layer
 from opacus.core.lone_sample import LoneSample, lone_sample_from_environment
 from opacus.core.norms import NormLedger, total_norms
 from opacus.core.one_pass import GradientSink, LocalSink, OnePass
@@ -22,7 +24,7 @@ from opacus.core.profiling import (
     part,
     timed,
 )
-from opacus.core.recorder import ForwardPass, Generation, Layer, Record
+from opacus.core.record import ForwardPass, Generation, Record
 from opacus.core.rules.base import scale_rows
 from opacus.core.state import PrivacyParams
 from opacus.core.strategy import Ghost, Phase, TwoPass
@@ -210,7 +212,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             rows = torch.full(
                 (len(first),), float(record.rows), dtype=torch.float32, device=first.device
             )
-            record.backprops = scale_rows(backprops, rows)
+            record = replace(record, backprops=scale_rows(backprops, rows))
         with self._recorder.paused():
             ledger.add(record)
         known = ledger.known(record.layer.owners.values())

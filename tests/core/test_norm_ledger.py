@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core import norms
-from opacus.core.attach import layers_of
+from opacus.core.layers import Layer, layers_of
 from opacus.core.norms import NormLedger, total_norms
-from opacus.core.recorder import Generation, Layer, Record
+from opacus.core.record import Generation, Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 

@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core import planner as planning
+from opacus.core.layers import Layer
 from opacus.core.planner import Planner
 from opacus.core.rates import Rates
-from opacus.core.recorder import Generation, Layer, Record
+from opacus.core.record import Generation, Record
 from opacus.core.rules import rule_for
-from opacus.core.spec import make_spec
+from tests.core.rules.cases import spec_of
 from tests.oracle import relative_error
 
 FAST_MATH = Rates(multiply_adds=1e18, bytes=1e9)  # products cost nothing
@@ -24,7 +25,7 @@ FAST_MEMORY = Rates(multiply_adds=1e9, bytes=1e18)  # memory costs nothing
 
 def record(batch: int, tokens: int, d: int, p: int) -> Record:
     module = nn.Linear(d, p, bias=False)
-    layer = Layer(module, make_spec("head", module), rule_for(module), {"weight": "head.weight"})
+    layer = Layer(module, spec_of("head", module), rule_for(module), {"weight": "head.weight"})
     x, g = torch.zeros(batch, tokens, d), torch.zeros(batch, tokens, p)
     return Record(layer, layer.spec, (x,), g, batch, False, Generation())
 

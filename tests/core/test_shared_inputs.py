@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core import norms
-from opacus.core.attach import layers_of
 from opacus.core.kernels import choice, suite
 from opacus.core.kernels.reference import product_norm_sq
+from opacus.core.layers import Layer, layers_of
 from opacus.core.norms import NormLedger
 from opacus.core.planner import Planner
-from opacus.core.recorder import Generation, Layer, Record
+from opacus.core.record import Generation, Record
 from opacus.core.rules.linear import LinearRule
 
 BATCH, TOKENS, WIDTH = 3, 5, 8

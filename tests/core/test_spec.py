@@ -13,35 +13,37 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
+from opacus.core.layers import layers_of
 from opacus.core.rules import RULES, LayerRule, LinearRule, register_rule, rule_for
 from opacus.core.rules.base import check_batch
 from opacus.core.rules.generic import GenericRule
 from opacus.core.spec import LayerSpec, layer_kind, make_spec
-from tests.core.rules.cases import call_of
+from tests.core.rules.cases import call_of, spec_of
 
 
 def test_a_spec_has_the_trainable_parameters_of_the_layer_alone() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8)
-    assert make_spec("block", layer).params == ()
-    attention = make_spec("block.attention", layer.self_attn)
+    assert spec_of("block", layer).params == ()
+    attention = spec_of("block.attention", layer.self_attn)
     assert attention.params == ("in_proj_weight", "in_proj_bias")
     assert attention.shapes == {"in_proj_weight": (12, 4), "in_proj_bias": (12,)}
     layer.linear1.bias.requires_grad_(False)
-    spec = make_spec("block.linear1", layer.linear1)
+    spec = spec_of("block.linear1", layer.linear1)
     assert (spec.name, spec.kind, spec.params) == ("block.linear1", nn.Linear, ("weight",))
     assert spec.shapes == {"weight": (8, 4)}
 
 
 def test_a_spec_cannot_change() -> None:
-    spec = make_spec("", nn.Linear(2, 3))
+    spec = spec_of("", nn.Linear(2, 3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.name = "other"  # type: ignore[misc]
 
 
-def test_options_come_from_the_rule_or_the_caller() -> None:
+def test_options_are_what_the_rule_asked_for() -> None:
     layer = nn.GroupNorm(2, 4, eps=0.5)
-    assert make_spec("", layer).options == rule_for(layer).options(layer)
-    assert make_spec("", layer).options["eps"] == 0.5
+    assert rule_for(layer).options(layer)["eps"] == 0.5
+    (found,) = layers_of(nn.ModuleDict({"norm": layer}))
+    assert found.spec.options == rule_for(layer).options(layer)
     assert make_spec("", layer, {"mine": 1}).options == {"mine": 1}
 
 
@@ -60,7 +62,7 @@ def test_kinds_are_seen_through_parametrize() -> None:
         parametrize.register_parametrization(layer, "weight", Halves())
         assert type(layer) is not kind
         assert layer_kind(layer) is kind
-        assert make_spec("", layer).params == ("bias",)
+        assert spec_of("", layer).params == ("bias",)
     assert isinstance(rule_for(layer.parametrizations.weight), GenericRule)
 
 
@@ -72,7 +74,7 @@ def test_kinds_are_seen_through_fsdp_and_ddp(one_rank: None) -> None:
     assert type(layer) is not nn.Linear
     assert layer_kind(layer) is nn.Linear
     sharded = fully_shard(nn.Linear(5, 3))
-    assert make_spec("", sharded).shapes == {"weight": (3, 5), "bias": (3,)}
+    assert spec_of("", sharded).shapes == {"weight": (3, 5), "bias": (3,)}
     assert isinstance(rule_for(sharded), LinearRule)
 
 
@@ -107,7 +109,7 @@ def test_a_rule_needs_per_sample_gradients_only() -> None:
 
 
 def test_backprops_of_another_batch_are_named() -> None:
-    spec = make_spec("net.layer", nn.Linear(2, 3))
+    spec = spec_of("net.layer", nn.Linear(2, 3))
     x, g = torch.randn(4, 2), torch.randn(4, 3)
     check_batch(spec, (x,), g, 4)
     check_batch(spec, (x,), (g, torch.randn(4)), 4)
@@ -124,14 +126,14 @@ def test_layers_whose_weight_comes_from_others_are_generic(
 ) -> None:
     layer = replace(build())
     assert isinstance(rule_for(layer), GenericRule)
-    assert set(make_spec("", layer).params) > {"bias"}
+    assert set(spec_of("", layer).params) > {"bias"}
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_gradients_of_a_weight_norm_by_hooks() -> None:
     layer = nn.utils.weight_norm(nn.Linear(3, 2).double())
     x, g = torch.randn(4, 3).double(), torch.randn(4, 2).double()
-    rule, spec = rule_for(layer), make_spec("", layer)
+    rule, spec = rule_for(layer), spec_of("", layer)
     got = rule.per_sample_grad(spec, call_of(layer, x), g)
     assert got.keys() == {"weight_g", "weight_v", "bias"}
     parameters = [layer.get_parameter(name) for name in got]

@@ -1,14 +1,54 @@
-"""Finds the layers to tap, with the rule of each and the owners of its parameters."""
+"""The layers of a model, with the rule of each and the owners of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
-from opacus.core.recorder import Layer
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.spec import LayerSpec, make_spec
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module whose directly owned parameters get per-sample gradients.
+
+    Attributes:
+        owners: Local parameter name -> name of the parameter in the model; the
+            same for all layers that share a parameter.
+        shared: Whether another layer has one of these parameters too.
+        batch_first: Whether this layer has the batch in dimension 0 (else in 1); ``None``
+            if it goes by what the model says.
+        features: Number of last dimensions of the output that are not samples or time
+            steps; ``None`` if unknown.
+    """
+
+    module: nn.Module
+    spec: LayerSpec
+    rule: LayerRule
+    owners: Mapping[str, str]
+    shared: bool = False
+    batch_first: bool | None = None
+    features: int | None = None
+    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    def part(self, params: tuple[str, ...]) -> LayerSpec:
+        """The spec restricted to some of its parameters."""
+        if params not in self._parts:
+            self._parts[params] = replace(self.spec, params=params)
+        return self._parts[params]
+
+    def trainable_now(self) -> LayerSpec:
+        """The spec restricted to the parameters that still require gradients."""
+        parameters, spec = self.module._parameters, self.spec
+        for name in spec.params:
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad:
+                names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
+                return self.part(names)
+        return spec
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
@@ -50,3 +90,7 @@ def _mark_shared(layers: list[Layer]) -> None:
             holders.setdefault(owner, set()).add(layer.spec.name)
     for layer in layers:
         layer.shared = any(len(holders[owner]) > 1 for owner in layer.owners.values())
+
+
+def _requires_grad(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
