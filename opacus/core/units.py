@@ -110,6 +110,12 @@ def units_of(ids: Tensor, shape: torch.Size, count: int, batch_dim: int) -> Unit
     return Units(count, ids=ids.reshape(ids.shape[:last]).clone())
 
 
+def only_unit(shape: torch.Size, batch_dim: int) -> Units | None:
+    """The units of a tensor in a batch of one, whose are all rows; see :func:`units_of`."""
+    one_row = len(shape) > batch_dim and shape[batch_dim] == 1
+    return None if one_row else Units(1, block=shape[0])
+
+
 def _places(ids: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
     """See :meth:`Units.places`; ``ids`` ``[N]``."""
     order = ids.argsort(stable=True)

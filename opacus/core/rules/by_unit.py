@@ -60,6 +60,9 @@ class UnitGradients(LayerRule):
         return {name: found[name] for name in spec.params}
 
 
+UNIT_GRADIENTS = UnitGradients()
+
+
 def given(spec: LayerSpec) -> LayerSpec:
     """The spec of a record that :func:`gradients_by_unit` makes of one with ``spec``."""
     return replace(spec, shapes={name: spec.shapes[name] for name in spec.params})

@@ -38,6 +38,15 @@ class Call:
     buffers: Mapping[str, Tensor]
     batch_dim: int = 0
 
+    @classmethod
+    def of(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int
+    ) -> Call:
+        """A call with ``module``'s own tensors of now."""
+        parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
+        buffers = {n: b for n, b in module._buffers.items() if b is not None}
+        return cls(args, kwargs, parameters, buffers, batch_dim)
+
     def split(self, batch: int) -> tuple[list[Any], list[int]]:
         """Find the samples in the arguments.
 

@@ -60,6 +60,10 @@ class Trail(TorchDispatchMode):
         self._memory = Memory()
         # Whether a layer's units depend on values, so that they have to be found anew each time.
         self.moved = False
+        # Whether the program has looked at values, and may have gone on as they say.
+        self.decided = False
+        # How often each layer was used on each unit, where its place in the batch said so.
+        self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
         for tensor in inputs:
             if is_plain(tensor):
                 self._note_input(tensor, dim)
@@ -92,7 +96,10 @@ class Trail(TorchDispatchMode):
         state = self.state(output)
         if isinstance(state, Labels):
             self.moved |= state.moved
-            return units_of(state.ids, output.shape, self.count, batch_dim)
+            units = units_of(state.ids, output.shape, self.count, batch_dim)
+            if units is not None and units.ids is not None and not state.moved:
+                self._note_use(spec, units.ids)
+            return units
         before = [self.state(t) for t in inputs]
         mixed = next((s for s in [state, *before] if isinstance(s, Lost) and s.mixed), None)
         if mixed is not None:
@@ -113,6 +120,25 @@ class Trail(TorchDispatchMode):
         self._memory.put(output, Labels(self._in_order(output.dim(), batch_dim), assumed=spec))
         return None
 
+    def _note_use(self, spec: LayerSpec, ids: Tensor) -> None:
+        used = ids[ids >= 0].bincount(minlength=self.count).cpu()
+        _, before = self._used.get(spec.name, (spec, torch.zeros_like(used)))
+        self._used[spec.name] = spec, before + used
+
+    def check_places(self) -> None:
+        """Check that no layer ran on some samples more often for their place in the batch alone.
+
+        Raises:
+            ValueError: One did: what it does with a sample depends on how many others there are.
+        """
+        for spec, used in self._used.values():
+            if int(used.min()) != int(used.max()):
+                raise ValueError(
+                    f"{spec} runs more often on some samples than on others, by their place in "
+                    "the batch (a slice such as h[5:]), so a sample's gradient depends on how many "
+                    "others there are: choose by what is in a sample (a mask), or freeze the layer"
+                )
+
     # --- operations ---
 
     def __torch_dispatch__(
@@ -125,6 +151,9 @@ class Trail(TorchDispatchMode):
             return result
         name, in_place = _name(schema)
         arguments = _bound(schema, args, kwargs or {})
+        if name == "_local_scalar_dense":
+            self.decided |= self.state(args[0]) is not None
+            return result
         written = [arguments[a.name] for a in schema.arguments if _is_written(a)]
         results = [t for t in tree_leaves(result) if is_plain(t)]
         if name in _UNWRITTEN:
