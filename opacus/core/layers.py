@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from opacus.core.rules import RULES, LayerRule, rule_for
+from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
 from opacus.core.spec import LayerSpec, make_spec
 
 
@@ -33,6 +34,11 @@ class Layer:
     batch_first: bool | None = None
     features: int | None = None
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
+        """The layer, and ``spec``, of records that hold the gradients of units themselves."""
+        spec = given(spec)
+        return replace(self, spec=spec, rule=UNIT_GRADIENTS, _parts={}), spec
 
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""

@@ -98,14 +98,14 @@ class Materialise:
         # Times B, what a GradScaler has made just fit into fp16 may not fit any more.
         late = mean and any(g.dtype == torch.float16 for g in tree_leaves(backprops))
         if mean and not late:
-            backprops = tree_map(lambda g: g * record.rows, backprops)
+            backprops = tree_map(lambda g: g * record.mean_of, backprops)
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
         grads = record.owned(grads)
         for name, grad in grads.items():
             parameter = record.layer.module._parameters[name]
             assert parameter is not None
             grad = grad.to(parameter.dtype)
-            self._add(parameter, grad * record.rows if late else grad, record)
+            self._add(parameter, grad * record.mean_of if late else grad, record)
 
     def _add(self, parameter: nn.Parameter, grad: Tensor, record: Record) -> None:
         last = self._last.get(id(parameter))

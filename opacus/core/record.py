@@ -75,7 +75,13 @@ class Record:
     generation: Generation
     forward_pass: ForwardPass | None = None
     versions: list[int] | None = None  # of the tensors, since it was kept
+    averaged: int | None = None  # number of rows that a mean of losses is of, if not `rows`
     borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
+
+    @property
+    def mean_of(self) -> int:
+        """Number of losses that a mean loss divides by."""
+        return self.rows if self.averaged is None else self.averaged
 
     @cached_property
     def batch(self) -> int:

@@ -38,6 +38,7 @@ from opacus.core.layers import Layer
 from opacus.core.lone_sample import LoneSample, WholeUse, only_whole
 from opacus.core.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
 from opacus.core.record import ForwardPass, Generation, Record
+from opacus.core.regroup import regrouped
 from opacus.core.rules.generic import Call
 from opacus.core.spec import LayerSpec
 from opacus.core.tap import (
@@ -56,6 +57,8 @@ from opacus.core.torch_internals import (
     renumber,
     under_functorch,
 )
+from opacus.core.trail import Follower, can_follow
+from opacus.core.units import Units, only_unit
 
 
 class Recorder:
@@ -90,6 +93,8 @@ class Recorder:
         # Whether compiled graphs contain taps, or end at each layer.
         self.taps_in_graphs = compiled_taps_from_environment()
         self.indices = IndexCheck(layer.spec for layer in layers)
+        self.follower = Follower()
+        self._follows = False  # whether the follower has to be asked about layers now
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
         self._generation = Generation()
@@ -142,6 +147,7 @@ class Recorder:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_current=None, _generation=Generation(), in_backward=False, bare=False)
+        state.update(_follows=False)
         return state
 
     # --- forward ---
@@ -174,17 +180,26 @@ class Recorder:
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self.latest_batch = batch
-        if self.batch_first:
-            self.indices.begin((args, kwargs), batch, self.active(module), module)
+        self._begin_following(module, (args, kwargs), batch)
         lone = self.lone
         if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
             self.bare = lone.begin(self._current)
 
+    def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
+        """Find out whose rows layers get, in the forward pass that begins."""
+        self._follows = False
+        if batch is not None and batch > 1 and self.active(module) and can_follow(module, inputs):
+            self.indices.end()
+            self._follows = self.follower.begin(inputs, batch, 0 if self.batch_first else 1)
+        elif self.batch_first:
+            self.indices.begin(inputs, batch, self.active(module), module)
+
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._current = None
+        self._current, self._follows = None, False
         self.indices.end()
         if not self.in_backward:
             self.end_lone()
+        self.follower.end(whole=output is not None)
 
     def end_lone(self) -> None:
         """The model's forward has ended, even by an interruption: all is in its place again."""
@@ -243,7 +258,7 @@ class Recorder:
                 self._look_up(spec, tensor)
         dim = self.batch_dim(layer, outputs[picked[0]].dim())
         use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
-        picked_outputs = [self._spread(use, outputs[i], tensors) for i in picked]
+        picked_outputs = self._placed(use, [outputs[i] for i in picked], tensors)
         self._register(use, picked_outputs[0].shape)
         tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
         for index, tensor in zip(picked, tapped, strict=True):
@@ -257,8 +272,8 @@ class Recorder:
         if not x.is_floating_point():
             self._look_up(spec, x)
         use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
-        if output.shape[0:1] == (1,):
-            output = self._spread(use, output, [x])
+        if self._follows or output.shape[0:1] == (1,) or use.forward_pass.batch == 1:
+            (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
         return tap_one(ANCHOR, use, output, x)
 
@@ -324,6 +339,18 @@ class Recorder:
         sizes = self._latest_sizes if recomputed else frozenset()
         return ForwardPass(self._generation, sizes=sizes)
 
+    def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Find out whose the rows of a layer's outputs are; one that all share becomes many."""
+        follower = self.follower if self._follows and not self.in_backward else None
+        first = outputs[0]
+        if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
+            outputs = [self._spread(use, output, inputs) for output in outputs]
+        if follower is not None:
+            use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
+        elif use.forward_pass.batch == 1 and outputs[0].dim():
+            use.units = only_unit(outputs[0].shape, use.batch_dim)
+        return outputs
+
     def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.
 
@@ -363,6 +390,8 @@ class Recorder:
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
     ) -> Record:
+        if use.units is not None:
+            return self._regrouped(use, use.units, tensors, grads, borrowed)
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
@@ -387,6 +416,33 @@ class Recorder:
             borrowed=borrowed,
         )
 
+    def _regrouped(
+        self,
+        use: Use,
+        units: Units,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        borrowed: bool,
+    ) -> Record:
+        """The record of a use whose rows are not the units: its row u has all that unit u has."""
+        forward_pass, layer, spec = use.forward_pass, use.layer, use.spec
+        with self.paused():  # some rules run the layer again
+            layer, spec, activations, backprops = regrouped(
+                layer, spec, units, use.rebuild, [t.detach() for t in tensors], grads
+            )
+        return Record(
+            layer=layer,
+            spec=spec,
+            activations=activations,
+            backprops=backprops,
+            rows=units.count,
+            averaged=forward_pass.batch,
+            reused=forward_pass.generation.uses.get(spec.name, 0) > 1,
+            generation=forward_pass.generation,
+            forward_pass=forward_pass,
+            borrowed=borrowed,
+        )
+
     def batch_dim(self, layer: Layer, output_dims: int) -> int:
         """Dimension of a layer's inputs and outputs that counts samples.
 
@@ -400,4 +456,7 @@ class Recorder:
 
 
 # Of no use in a compiled graph.
-PLAIN = (Recorder, LayerHooks, IndexCheck, RepeatCheck, LoneSample, WholeUse, Use, Tap, Layer)
+PLAIN = (
+    *(Recorder, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
+    *(IndexCheck, RepeatCheck),
+)

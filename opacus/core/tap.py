@@ -12,6 +12,7 @@ from opacus.core.layers import Layer
 from opacus.core.record import ForwardPass
 from opacus.core.spec import LayerSpec
 from opacus.core.torch_internals import direct_apply
+from opacus.core.units import Units
 
 
 class Sink(Protocol):
@@ -40,7 +41,7 @@ class Use:
 
     __slots__ = (
         "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "repeated",
-        "sink", "spec",
+        "sink", "spec", "units",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class Use:
         self.batch_dim = batch_dim
         self.layer = layer
         self.spec = spec
+        self.units: Units | None = None  # of its rows, if they are not the units themselves
         self.repeated = False  # whether one output was repeated for all samples
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.

@@ -76,6 +76,9 @@ class FormedRule(LayerRule):
     def by_rows(self, activations: Any, batch: int) -> bool:
         return self.rule.by_rows(activations, batch)
 
+    def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
+        return self.rule.token_features(spec)
+
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:

@@ -210,7 +210,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             backprops = record.backprops
             first = backprops[0] if isinstance(backprops, tuple) else backprops
             rows = torch.full(
-                (len(first),), float(record.rows), dtype=torch.float32, device=first.device
+                (len(first),), float(record.mean_of), dtype=torch.float32, device=first.device
             )
             record = replace(record, backprops=scale_rows(backprops, rows))
         with self._recorder.paused():

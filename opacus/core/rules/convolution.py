@@ -49,6 +49,10 @@ class ConvRule(LayerRule):
             "mode": _PADDING_MODES[module.padding_mode],
         }
 
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        rank = 1 + len(spec.options["kernel"])  # rows of a unit are so many uses, joined
+        return rank, rank
+
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
@@ -115,12 +119,12 @@ class ConvRule(LayerRule):
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         """One more dimension, after the batch, where all uses have the same shape."""
-        xs, gs = [a[0] for a, _ in uses], [g for _, g in uses]
-        if len({x.shape[1:] for x in xs}) > 1:
+        pairs = [_uses(spec, *use) for use in uses]
+        if len({x.shape[2:] for x, _ in pairs}) > 1:
             return None
-        rows = max(len(x) for x in xs)
-        x = torch.stack([pad_rows(x, rows) for x in xs], dim=1)
-        return (x,), torch.stack([pad_rows(g, rows) for g in gs], dim=1)
+        rows = max(len(x) for x, _ in pairs)
+        x = torch.cat([pad_rows(x, rows) for x, _ in pairs], dim=1)
+        return (x,), torch.cat([pad_rows(g, rows) for _, g in pairs], dim=1)
 
 
 _CONV_WEIGHT = {

@@ -49,6 +49,9 @@ class EmbeddingRule(_TableRule):
     def features(self, spec: LayerSpec) -> int:
         return 1
 
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        return 0, 1
+
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.Embedding)
         _refuse(module)

@@ -22,6 +22,9 @@ class LinearRule(LayerRule):
     def features(self, spec: LayerSpec) -> int:
         return 1
 
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        return 1, 1
+
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:

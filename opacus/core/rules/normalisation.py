@@ -22,6 +22,10 @@ class TrailingNormRule(LayerRule):
     def features(self, spec: LayerSpec) -> int:
         return max((len(shape) for shape in spec.shapes.values()), default=1)
 
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        dims = len(spec.options["shape"])
+        return dims, dims
+
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         """``x_hat``, in the dtype of ``x``."""
         raise NotImplementedError
