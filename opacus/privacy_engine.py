@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.key import NOISE
-from opacus.core.layout import Single
-from opacus.core.modes import AUTO, mode_of
+from opacus.core.privacy.key import NOISE
+from opacus.core.ranks.layout import Single
+from opacus.core.step.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
     expected_batch_size,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.rules import LayerRule, rule_for
 from opacus.core.rules.generic import Call, GenericRule
-from opacus.core.spec import LayerSpec, layer_kind, make_spec
+from opacus.core.rules.spec import LayerSpec, layer_kind, make_spec
 
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 

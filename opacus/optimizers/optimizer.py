@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped, clip_flat
-from opacus.core.kernels.reference import sums_of_squares
-from opacus.core.layout import Sharded, Single, divide
-from opacus.core.loss_scale import ScaledStep, scaled_step
-from opacus.core.noise import gaussian, parameter_names
-from opacus.core.processed import is_processed, mark_processed
-from opacus.core.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
-from opacus.core.state import PrivacyParams
+from opacus.core.kernels.norms.reference import sums_of_squares
+from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
+from opacus.core.privacy.clipping import Clipped, clip_flat
+from opacus.core.privacy.noise import gaussian, parameter_names
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.privacy.processed import is_processed, mark_processed
+from opacus.core.ranks.layout import Sharded, Single, divide
+from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.utils import check_rows, weighted_sums
@@ -52,7 +52,7 @@ def _generate_noise(
 ) -> Tensor:
     """Gaussian noise of standard deviation ``std`` in the shape of ``reference``.
 
-    See :func:`opacus.core.noise.gaussian`.
+    See :func:`opacus.core.privacy.noise.gaussian`.
     """
     return gaussian(std, reference, generator, secure_mode)
 
@@ -82,7 +82,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             rank; with Poisson sampling the actual number must not be used.
         loss_reduction: ``"mean"`` or ``"sum"``.
         generator: Seeded source of the noise's key, for runs that can be repeated. By default
-            the key comes from the operating system (:class:`opacus.core.key.RunKey`).
+            the key comes from the operating system (:class:`opacus.core.privacy.key.RunKey`).
         secure_mode: Noise from ChaCha20, with a key that never comes from a seed, and sums
             rounded to a grid, against floating-point attacks.
 

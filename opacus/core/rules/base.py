@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.kernels.reference import sum_of_squares, wide_dtype
-from opacus.core.kernels.suite import REFERENCE, NormKernels
+from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype
+from opacus.core.kernels.norms.suite import REFERENCE, NormKernels
 from opacus.core.rules.grouping import regroup_tokens
-from opacus.core.spec import LayerSpec
-from opacus.core.units import Units
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
 
 # Activations and backprops of one use of a layer.
 Use = tuple[Any, Any]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.reference import sum_of_squares, wide_dtype, widen
+from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype, widen
 from opacus.core.rules.base import LayerRule, Use, unsupported
 from opacus.core.rules.grouping import check_rows_of_units
-from opacus.core.spec import LayerSpec
-from opacus.core.units import Units
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
 
 # Elements of gradients of rows that are formed at once.
 CHUNK_ELEMENTS = 1 << 24

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 import torch.nn.grad as nn_grad
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import (
+from opacus.core.kernels.norms.reference import (
     CHUNK_ELEMENTS,
     sum_of_squares,
     widen,
 )
 from opacus.core.rules.base import LayerRule, Use, pad_rows, scale_rows, unsupported
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 # Elements of a CPU's vector, in fp32, and of half a vector.
 VECTOR, HALF_VECTOR = 16, 8

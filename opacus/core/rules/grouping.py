@@ -1,4 +1,4 @@
-"""All rows of a unit as tokens of one row; see :mod:`opacus.core.units`."""
+"""All rows of a unit as tokens of one row; see :mod:`opacus.core.rules.units`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from opacus.core.units import Units
+from opacus.core.rules.units import Units
 
 
 def grouped_tokens(tensor: Tensor, features: int, units: Units) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import widen
+from opacus.core.kernels.norms.reference import widen
 from opacus.core.rules.base import LayerRule, Use, join_tokens, tokens_of, unsupported
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 
 class TrailingNormRule(LayerRule):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opacus.core.trail import Trail
-from opacus.core.trail.labels import Labels, Lost
+from opacus.core.record.trail import Trail
+from opacus.core.record.trail.labels import Labels, Lost
 
 B, T, D = 4, 3, 2
 

@@ -1,6 +1,0 @@
-"""The trail: follows, while a model runs, whose rows its tensors have."""
-
-from opacus.core.trail.answers import Follower, can_follow
-from opacus.core.trail.mode import Trail
-
-__all__ = ["Follower", "Trail", "can_follow"]
