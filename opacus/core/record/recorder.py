@@ -281,6 +281,8 @@ class Recorder:
         recomputed = self.in_backward
         if recomputed and self.lone is not None and use.spec.name not in self._generation.uses:
             self.lone.rule_out("reentrant checkpoints hide the forward pass")
+        if recomputed:
+            self._generation.recomputed.add(use.spec.name)
         use.register(output_shape, counted=not recomputed)
 
     def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
