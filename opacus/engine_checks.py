@@ -19,6 +19,7 @@ from opacus.core.auto import Choice, chosen_for
 from opacus.core.compiled_tap import compiled_taps_from_environment
 from opacus.core.lone_sample import lone_sample_from_environment
 from opacus.core.modes import AUTO, MODES, Mode, mode_of
+from opacus.core.parameter_hooks import refuse_hooks
 from opacus.core.profiling import variables_set
 from opacus.core.sharded import is_fsdp
 from opacus.core.state import PrivacyParams
@@ -78,6 +79,7 @@ def check_arguments(
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    refuse_hooks(module.named_parameters())
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("module has no trainable parameters: nothing would be trained")
     known = {id(p) for p in module.parameters()}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from opacus.accountants.history import check_sample_rate, rate_of_step
 
-if TYPE_CHECKING:
-    from opacus.accountants.accountant import IAccountant
+
+class CountsSteps(Protocol):
+    """What a counter needs of an accountant."""
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Record one step."""
 
 
 class StepCounter:
@@ -25,12 +29,12 @@ class StepCounter:
         TypeError, ValueError: if the rate is not a probability.
     """
 
-    def __init__(self, accountant: Callable[[], IAccountant], sample_rate: float) -> None:
+    def __init__(self, accountant: Callable[[], CountsSteps], sample_rate: float) -> None:
         self._accountant = accountant
         self.sample_rate = check_sample_rate(sample_rate)
 
     @property
-    def accountant(self) -> IAccountant:
+    def accountant(self) -> CountsSteps:
         """The accountant at this moment."""
         return self._accountant()
 
@@ -42,7 +46,7 @@ class StepCounter:
             self.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
 
-def entries(counters: Sequence[StepCounter], batches: int) -> list[tuple[IAccountant, float]]:
+def entries(counters: Sequence[StepCounter], batches: int) -> list[tuple[CountsSteps, float]]:
     """Each accountant among ``counters`` once, with the sample rate of a step.
 
     Args:
@@ -52,7 +56,7 @@ def entries(counters: Sequence[StepCounter], batches: int) -> list[tuple[IAccoun
     Raises:
         ValueError: so many batches cannot be one step.
     """
-    found: dict[int, tuple[IAccountant, float]] = {}
+    found: dict[int, tuple[CountsSteps, float]] = {}
     for counter in counters:
         accountant, rate = counter.accountant, rate_of_step(counter.sample_rate, batches)
         _, known = found.get(id(accountant), (accountant, 0.0))

@@ -14,6 +14,7 @@ from opacus.core.layers import Layer, layers_of
 from opacus.core.materialise import Materialise
 from opacus.core.mixing import MixingCheck, mixes_samples
 from opacus.core.norms import add_rows
+from opacus.core.parameter_hooks import refuse_hooks
 from opacus.core.record import Record
 from opacus.core.recorder import Recorder
 from opacus.core.rules.base import pad_rows
@@ -234,6 +235,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
             self._strategy.receive(_forward_input)
 
     def _on_record(self, record: Record) -> None:
+        if not self._detach:  # what autograd forms reaches the hooks of parameters
+            owners, held = record.layer.owners, record.layer.module._parameters
+            own = [(owners[name], held[name]) for name in record.spec.params]
+            refuse_hooks([(name, p) for name, p in own if p is not None])
         self.capture_backprops_hook(
             record.layer.module,
             record,

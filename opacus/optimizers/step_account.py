@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants import IAccountant
-from opacus.accountants.step_counter import StepCounter, entries
+from opacus.accountants.step_counter import CountsSteps, StepCounter, entries
 from opacus.optimizers.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class CountedOptimizer(WrappedOptimizer):
                 )
         self._counters.append(fn)
 
-    def counts_for(self, accountant: IAccountant) -> bool:
+    def counts_for(self, accountant: CountsSteps) -> bool:
         """Whether the steps of this optimizer are counted with ``accountant``."""
         return any(counter.accountant is accountant for counter in self._counters)
 
@@ -58,7 +57,7 @@ class CountedOptimizer(WrappedOptimizer):
     def step_hook(self, fn: Callable[[Any], None]) -> None:
         self.attach_step_hook(fn)
 
-    def _entries(self) -> list[tuple[IAccountant, float]]:
+    def _entries(self) -> list[tuple[CountsSteps, float]]:
         """The accountants that this step is to be counted with, and its sample rate.
 
         Raises:
@@ -66,7 +65,7 @@ class CountedOptimizer(WrappedOptimizer):
         """
         return entries(self._counters, self.accumulated_iterations) if self._counters else []
 
-    def _count_step(self, entries: list[tuple[IAccountant, float]]) -> None:
+    def _count_step(self, entries: list[tuple[CountsSteps, float]]) -> None:
         for accountant, rate in entries:
             accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
 
