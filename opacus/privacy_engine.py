@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.modes import AUTO, mode_of
+from opacus.core.privacy.key import NOISE
+from opacus.core.ranks.layout import Single
+from opacus.core.step.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
     expected_batch_size,
@@ -30,6 +32,7 @@ from opacus.engine_checks import (
     choose,
     is_distributed,
     on_all_ranks,
+    say_that_noise_is_seeded,
     warn_of_another_dataset,
 )
 from opacus.grad_sample import AbstractGradSampleHooks
@@ -52,7 +55,7 @@ class PrivacyEngine(EngineAccounting):
 
     Args:
         accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
-        secure_mode: Draw sampling and noise from the operating system's entropy. Slow;
+        secure_mode: Draw sampling and noise by ChaCha20. Slow;
             for the final model.
 
     Example::
@@ -72,6 +75,7 @@ class PrivacyEngine(EngineAccounting):
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
+        self._layouts: list[Single] = []  # of the optimizers that were made private
 
     # --- make private ---
 
@@ -112,7 +116,8 @@ class PrivacyEngine(EngineAccounting):
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
             clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
-            noise_generator: Source of the noise; not with ``secure_mode``.
+            noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
+                knows the seed knows the noise. Not with ``secure_mode``.
             grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.
             wrap_model: Return a wrapper (``True``), or the hooks object.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
@@ -214,6 +219,7 @@ class PrivacyEngine(EngineAccounting):
         except BaseException:
             private_module.cleanup()
             raise
+        self._prepare_noise(private_optimizer, module)
         private_optimizer.attach_step_hook(self.step_counter(rate))
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
@@ -397,6 +403,19 @@ class PrivacyEngine(EngineAccounting):
             **kwargs,
         )
 
+    def _prepare_noise(self, optimizer: DPOptimizer, module: nn.Module) -> None:
+        """Name the parameters; no step that the accountant knows of has its noise again."""
+        optimizer.name_parameters(module)
+        self._layouts.append(optimizer._layout)
+        self._skip_known_steps()
+        if optimizer._layout.key.seeded:
+            say_that_noise_is_seeded()
+
+    def _skip_known_steps(self) -> None:
+        """No optimizer of this engine gets the noise of a step that the accountant knows of."""
+        for layout in self._layouts:
+            layout.key.at_least({NOISE: len(self.accountant)})
+
     def _prepare_criterion(
         self,
         *,
@@ -475,7 +494,7 @@ class PrivacyEngine(EngineAccounting):
         Raises:
             ValueError: The checkpoint is of another model; nothing has been loaded then.
         """
-        return load_training_state(
+        checkpoint = load_training_state(
             path,
             accountant=self.accountant,
             module=module,
@@ -484,6 +503,8 @@ class PrivacyEngine(EngineAccounting):
             state_dict_kwargs=module_load_dict_kwargs,
             load_kwargs=torch_load_kwargs,
         )
+        self._skip_known_steps()
+        return checkpoint
 
 
 _MODEL_KEYWORDS = {"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"}

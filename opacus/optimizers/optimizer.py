@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped, clip_flat
-from opacus.core.kernels.reference import sums_of_squares
-from opacus.core.layout import Sharded, Single, divide
-from opacus.core.loss_scale import ScaledStep, scaled_step
-from opacus.core.noise import gaussian
-from opacus.core.processed import is_processed, mark_processed
-from opacus.core.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
-from opacus.core.state import PrivacyParams
+from opacus.core.kernels.norms.reference import sums_of_squares
+from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
+from opacus.core.privacy.clipping import Clipped, clip_flat
+from opacus.core.privacy.noise import gaussian, parameter_names
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.privacy.processed import is_processed, mark_processed
+from opacus.core.ranks.layout import Sharded, Single, divide
+from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.utils import check_rows, weighted_sums
@@ -52,7 +52,7 @@ def _generate_noise(
 ) -> Tensor:
     """Gaussian noise of standard deviation ``std`` in the shape of ``reference``.
 
-    See :func:`opacus.core.noise.gaussian`.
+    See :func:`opacus.core.privacy.noise.gaussian`.
     """
     return gaussian(std, reference, generator, secure_mode)
 
@@ -81,9 +81,10 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         expected_batch_size: Expected number of samples of a logical batch on this
             rank; with Poisson sampling the actual number must not be used.
         loss_reduction: ``"mean"`` or ``"sum"``.
-        generator: Source of the noise.
-        secure_mode: Noise from the operating system's entropy, safe against
-            floating-point attacks.
+        generator: Seeded source of the noise's key, for runs that can be repeated. By default
+            the key comes from the operating system (:class:`opacus.core.privacy.key.RunKey`).
+        secure_mode: Noise from ChaCha20, with a key that never comes from a seed, and sums
+            rounded to a grid, against floating-point attacks.
 
     Raises:
         ValueError: A value is out of range, or ``expected_batch_size`` is missing with
@@ -133,7 +134,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         self._overflowed = False  # in any physical batch since the last real step
         self._skipped_samples: int | Tensor = 0
         self._clipped_with = 0.0  # largest C of the batches in this step
-        self._noised_steps = 0  # at least as many as any checkpoint whose noise has been drawn
+        self._names: dict[int, str] = {}  # of parameters, by id
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         # Step and state hooks of torch, without add_param_group on the shared groups.
@@ -286,15 +287,29 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         _check_processed_flag(sums)
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with)
-        self._noised_steps += 1
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
-            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums)
+            noised = self._layout.noised(
+                std, sums, dtypes, self._overwrites_sums, self._noise_names()
+            )
             for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
                 parameter.grad = grad if grad.shape == parameter.shape else grad.view_as(parameter)
                 self._retire(parameter)
                 sums[place] = grad  # lets go of the sum
         self._clipped_with = 0.0
+
+    def name_parameters(self, module: nn.Module) -> None:
+        """Let the noise go by the names that parameters have in ``module``.
+
+        Without it they go by their places in the optimizer's groups.
+        """
+        self._names = parameter_names(module)
+
+    def _noise_names(self) -> list[str]:
+        """A name for each of ``params``, no two of them equal."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        places = {id(p): f"number {place}" for place, p in enumerate(every)}
+        return [self._names.get(id(p), places[id(p)]) for p in self.params]
 
     def _retire(self, parameter: nn.Parameter) -> None:
         """The parameter's sum has been used: give back what memory can be."""
@@ -342,7 +357,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
 
     def _noise_and_count(self) -> None:
         """Add the noise and count the step; after an error nothing is left to release."""
-        entries = self._entries()
+        entries = self._counts()
         try:
             self.add_noise()
             self._count_step(entries)
@@ -384,7 +399,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
 
     def _skip_overflowed_step(self) -> None:
         """Release nothing and drop the sums; the accountant counts the step."""
-        self._count_step(self._entries())
+        self._count_step(self._counts())
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self._call_step_hooks()

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor, nn
 
-from opacus.core.processed import is_processed, was_processed
-from opacus.core.sum_watch import SumWatch
+from opacus.core.privacy.processed import is_processed, was_processed
+from opacus.core.sums.sum_watch import SumWatch
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
 

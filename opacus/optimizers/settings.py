@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from opacus.core.layout import Single
-from opacus.core.state import PrivacyParams
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.ranks.layout import Single
 
 
 class PrivacySettings:

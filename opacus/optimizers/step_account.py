@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants.step_counter import CountsSteps, StepCounter, entries
+from opacus.accountants.step_counter import Count, StepCounter, counts
 from opacus.optimizers.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class CountedOptimizer(WrappedOptimizer):
                 )
         self._counters.append(fn)
 
-    def counts_for(self, accountant: CountsSteps) -> bool:
+    def counts_for(self, accountant: Any) -> bool:
         """Whether the steps of this optimizer are counted with ``accountant``."""
         return any(counter.accountant is accountant for counter in self._counters)
 
@@ -57,17 +57,17 @@ class CountedOptimizer(WrappedOptimizer):
     def step_hook(self, fn: Callable[[Any], None]) -> None:
         self.attach_step_hook(fn)
 
-    def _entries(self) -> list[tuple[CountsSteps, float]]:
-        """The accountants that this step is to be counted with, and its sample rate.
+    def _counts(self) -> list[Count]:
+        """This step, once for each accountant that counts it.
 
         Raises:
             ValueError: The batches in it cannot be one step.
         """
-        return entries(self._counters, self.accumulated_iterations) if self._counters else []
+        return counts(self._counters, self.accumulated_iterations) if self._counters else []
 
-    def _count_step(self, entries: list[tuple[CountsSteps, float]]) -> None:
-        for accountant, rate in entries:
-            accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
+    def _count_step(self, counts: list[Count]) -> None:
+        for count in counts:
+            count.record(self.noise_multiplier)
 
     def _call_step_hooks(self) -> None:
         for hook in self._step_hooks:
