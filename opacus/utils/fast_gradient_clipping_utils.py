@@ -233,6 +233,10 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
                 f"{first.loss_reduction} vs {other.loss_reduction}"
             )
     _check_scales(function, operands, losses)
+    others = [o for o in operands if isinstance(o, Tensor) and not _is_loss(o)]
+    joint = len(first.loss_per_sample) > 1  # of one sample any loss is its own
+    if joint and any(other.requires_grad and not other.dim() for other in others):
+        _refuse_joint(function)
     result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
     if result.shape != first.loss_per_sample.shape:
         raise ValueError(
@@ -242,6 +246,16 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
     combined: DPTensorFastGradientClipping = first._with(result)
     combined.loss_scale = first.loss_scale
     return combined
+
+
+def _refuse_joint(function: Callable[..., Any]) -> None:
+    raise ValueError(
+        f"{function.__name__} of the criterion's losses and one ordinary loss for the whole batch: "
+        "that one depends on all samples at once, so no sample's part of it can be clipped. Give "
+        "one loss a sample (reduction='none', shape [batch]), or make a second criterion by "
+        "DPLossFastGradientClipping(module, optimizer, other_criterion, loss_reduction). For a "
+        "penalty on the parameters use the optimizer's weight_decay"
+    )
 
 
 def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:

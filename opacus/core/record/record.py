@@ -46,12 +46,14 @@ class ForwardPass:
     Attributes:
         batch: Number of samples, if the model's inputs agree on one.
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+        ordinary: Names of parameters that an ordinary loss has run backward through.
     """
 
     generation: Generation
     batch: int | None = None
     sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
+    ordinary: tuple[str, ...] = ()
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""

@@ -19,6 +19,7 @@ from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_e
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.processed import was_processed
 from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import ForwardPass, Record
@@ -107,6 +108,7 @@ class Ghost:
             RuntimeError: A trainable parameter received a gradient past the taps, or these
                 samples are in the clipped sum already.
         """
+        refuse_hooks(self.parameters)
         self._passes.clear()
         budget = self.budget_bytes
         if budget is None and self.deferred:  # else nothing waits that could be computed early
@@ -233,7 +235,20 @@ class Ghost:
             "(requires_grad_(False)). Nothing was added to the model"
         )
 
+    def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
+        """A loss that is not the criterion's runs backward through a forward pass.
+
+        Raises:
+            RuntimeError: The clipped sum has samples of that pass already.
+        """
+        forward_pass.ordinary = parameters = tuple(parameters)
+        if forward_pass in self._summed:
+            self._refuse_second_loss(parameters)
+
     def _refuse_repeats(self) -> None:
+        for forward_pass in self._passes:
+            if forward_pass.ordinary:
+                self._refuse_second_loss(forward_pass.ordinary)
         if self._passes & self._summed:
             raise RuntimeError(
                 "these samples have been clipped and summed already; a second backward() would let "
@@ -241,6 +256,15 @@ class Ghost:
                 "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
                 "the model"
             )
+
+    def _refuse_second_loss(self, parameters: Sequence[str]) -> None:
+        raise RuntimeError(
+            f"a loss that the private criterion did not make ran backward through {parameters[0]} "
+            "and other private parameters, on samples that are in the step: what it "
+            "asks of them is not clipped and would be left out. Give the criterion all losses "
+            "(one a sample), or make a second one by DPLossFastGradientClipping(module, optimizer, "
+            "other_criterion, loss_reduction), and call backward() on their sum"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"_passes": set(), "_summed": set()}
