@@ -213,6 +213,7 @@ class PrivacyEngine:
         except BaseException:
             private_module.cleanup()
             raise
+        private_optimizer.isolation = getattr(private_module, "isolation", None)
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four

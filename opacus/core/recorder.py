@@ -24,6 +24,7 @@ Note [Forward passes and generations]
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -196,6 +197,7 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
+        self.probed = False  # whether the model runs on the side, to check it
         # Runs the model without taps where its batch is one sample, if that is possible.
         self.lone: LoneSample | None = None
         self.bare = False  # whether layers run without taps now
@@ -252,6 +254,30 @@ class Recorder:
             yield
         finally:
             self.enabled = before
+
+    @contextmanager
+    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
+        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
+        before = dict(self.__dict__)
+        fresh = {"indices": copy.deepcopy(self.indices), "repeats": RepeatCheck()}
+        self.__dict__.update(fresh, sink=sink, detach=True, lone=None, bare=False, probed=True)
+        self.__dict__.update(taps_in_graphs=False, _current=None, _generation=Generation())
+        try:
+            yield
+        finally:
+            for hooks in self._hooks:
+                hooks.put_back()
+            self.indices.end()
+            self.__dict__.update(before)
+
+    @contextmanager
+    def passing_back(self) -> Iterator[None]:
+        """A backward pass of ours: layers that run in it are computed again."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

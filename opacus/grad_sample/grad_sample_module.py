@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from opacus.core.attach import layers_of
 from opacus.core.auto import Choice
+from opacus.core.isolation import Isolation
 from opacus.core.materialise import Materialise
 from opacus.core.norms import add_rows
 from opacus.core.recorder import Layer, Record, Recorder
@@ -136,6 +138,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._recorder.handles.append(
             self._module.register_forward_pre_hook(self._refuse_late_sharding)
         )
+        self.isolation = self._make_isolation()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
@@ -166,6 +169,18 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def _make_strategy(self) -> Any:
         return Materialise(self.loss_reduction)
+
+    def _make_isolation(self, **how: Any) -> Isolation:
+        """What checks that samples do not depend on each other."""
+        return Isolation(
+            self._module,
+            self._recorder,
+            batch_first=self.batch_first,
+            shared=self._detach or self.loss_reduction == "mean",
+            sees_loss=self._detach,
+            replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
+            **how,
+        )
 
     def remove_hooks(self) -> None:
         """Take all hooks off the module; nothing of them is left on it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.clipping import Clipped, clip_each, clip_flat
+from opacus.core.isolation import Isolation
 from opacus.core.kernels.suite import kernels_named
 from opacus.core.lone_sample import LoneSample, lone_sample_from_environment
 from opacus.core.norms import NormLedger, total_norms
@@ -353,6 +354,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         if self.book_keeping:
             return OnePass(self._recorder, parameters, deferred=deferred, sink=self._make_sink())
         return TwoPass(self._recorder, parameters, deferred=deferred)
+
+    def _make_isolation(self, **how: Any) -> Isolation:
+        return super()._make_isolation(twice=not self.book_keeping, **how)
 
     def _make_lone(self) -> LoneSample | None:
         """What runs batches of one sample without taps; ``None`` where every layer must be seen."""

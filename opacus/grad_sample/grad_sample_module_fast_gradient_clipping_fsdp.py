@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opacus.core.data_layout import check_data_layout
 from opacus.core.fingerprint import DataCheck
+from opacus.core.isolation import Isolation
 from opacus.core.layout import sum_gradients
 from opacus.core.norms import total_norms
 from opacus.core.one_pass import GradientSink, OnePass
@@ -137,6 +138,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self._recovery = Recovery(self._module, self._reductions)
         self._recorder.handles += [*self._unit_order.handles, self._recovery.handle]
 
+    def _make_isolation(self, **how: Any) -> Isolation:
+        return super()._make_isolation(ranks=self._ranks, **how)
+
     def _deal(self, layers: list[Layer]) -> LayerShares:
         trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         wide = any(p.dtype == torch.float64 for p in trainable.values())
@@ -144,7 +148,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return LayerShares(layers, list(trainable), self._ranks, dtype)
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._recorder.active(module) and not self._recorder.in_backward:
+        recorder = self._recorder
+        if recorder.active(module) and not (recorder.in_backward or recorder.probed):
             self._data_check.look((args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

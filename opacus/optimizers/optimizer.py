@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.clipping import Clipped, clip_flat
+from opacus.core.isolation import Isolation, IsolationError
 from opacus.core.kernels.reference import sums_of_squares
 from opacus.core.layout import Sharded, Single, divide
 from opacus.core.loss_scale import ScaledStep, scaled_step
@@ -126,6 +127,8 @@ class DPOptimizer(WrappedOptimizer):
         )
         self._layout = self._layout_class(generator, secure_mode)
         self.step_hook: Callable[[DPOptimizer], None] | None = None
+        # Of the model's hooks: checks what is about to be released.
+        self.isolation: Isolation | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         self._scaled = ScaledStep()
@@ -375,6 +378,7 @@ class DPOptimizer(WrappedOptimizer):
         self._drop_frozen()
         if not self.params:
             return True
+        self._check_isolation()
         self._take_batch()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
@@ -399,6 +403,16 @@ class DPOptimizer(WrappedOptimizer):
             for name in ("summed_grad", "grad_sample"):
                 if getattr(parameter, name, None) is not None:
                     setattr(parameter, name, None)
+
+    def _check_isolation(self) -> None:
+        if self.isolation is None:
+            return
+        try:
+            self.isolation.check()
+        except IsolationError:
+            self.reset_accumulation()
+            self.zero_grad(set_to_none=True)
+            raise
 
     def _take_batch(self) -> None:
         """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""
