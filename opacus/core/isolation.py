@@ -34,6 +34,7 @@ Note [What is not seen]
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -57,6 +58,7 @@ VARIABLE = "OPACUS_ISOLATION_CHECK"
 # Most units that are run together, and elements of inputs that are copied for the check.
 TOGETHER = 8
 COPIED_ELEMENTS = 1 << 24
+_NARROW = (torch.float16,)
 
 
 class IsolationError(RuntimeError):
@@ -89,7 +91,7 @@ class Watch:
         self.key = key
         self.shared = shared
         self.received = False
-        self.finite = True
+        self.usable = True  # whether there is a gradient that is finite
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
         self.scalars: dict[int, Tensor] = {}
@@ -120,7 +122,7 @@ class Watch:
             return
         self.received = True
         units = self.rows.units
-        if self._notice is not None and (said := batch_mean(grads)) is not None:
+        if self._notice is not None and (said := batch_mean(grads, _Gate._backward_cls)) is not None:
             self._notice(said)
         own: dict[int, Tensor] = {}
         for place, grad in zip(self._places, grads, strict=True):
@@ -139,13 +141,29 @@ class Watch:
             return
         norms = torch.zeros(units, dtype=torch.float64)
         for grad in own.values():
-            norms += torch.linalg.vector_norm(grad.flatten(1).float(), dim=1).double().cpu() ** 2
-        total = norms.sum() + sum(s.double().abs().cpu() for s in self.scalars.values())
-        self.finite = bool(torch.isfinite(total)) and bool(total > 0)
-        self.chosen = _choose(norms.tolist(), self._count())
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms += torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide).double().cpu() ** 2
+        scalars = [float(s.double().abs()) for s in self.scalars.values()]
+        finite = torch.isfinite(norms)
+        total = float(norms[finite].sum()) + sum(scalars)
+        self.usable = math.isfinite(total) and total > 0 and bool(finite.any())
+        self.chosen = _choose(norms.tolist(), min(self._count(), int(finite.sum())))
         for place, grad in own.items():
-            index = torch.tensor(self.chosen, device=grad.device)
-            self.cotangents[place] = grad.index_select(0, index)
+            kept = grad if len(self.chosen) == units else grad[self.chosen]
+            large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
+            self.cotangents[place] = kept.cpu() if large else kept
+        self._level()
+
+    def _level(self) -> None:
+        """Bring gradients to a size at which half precision has most digits, all alike."""
+        every = [*self.cotangents.values(), *self.scalars.values()]
+        if not every or all(t.dtype not in _NARROW for t in every):
+            return
+        largest = max(float(t.abs().max()) if t.numel() else 0.0 for t in every)
+        if largest > 0:
+            factor = 2.0 ** -math.frexp(largest)[1]
+            self.cotangents = {p: t * factor for p, t in self.cotangents.items()}
+            self.scalars = {p: t * factor for p, t in self.scalars.items()}
 
     def _count(self) -> int:
         """How many units are run together: no size of the inputs, so that it means units."""
@@ -438,7 +456,7 @@ class Isolation:
     def _runs(self, watch: Watch) -> _WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""
         if self.ranks is None:
-            usable = watch.received and watch.finite and watch.unchanged()
+            usable = watch.received and watch.usable and watch.unchanged()
             if not usable or not self.model.training:
                 return None
             if not watch.chosen or not watch.rows.divides(watch.inputs):
@@ -449,7 +467,7 @@ class Isolation:
                 )
                 return None
             return _WatchedRuns(self.model, watch)
-        usable = watch.finite and bool(watch.chosen) and watch.unchanged()
+        usable = watch.usable and bool(watch.chosen) and watch.unchanged()
         return _WatchedRuns(self.model, watch, made_up=0 if usable else 2)
 
     def _dtype(self, watch: Watch) -> torch.dtype:
@@ -509,11 +527,12 @@ def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
 
 def _choose(norms: list[float], count: int) -> list[int]:
     """Units to be run: those with the largest and smallest gradients, and others."""
-    if len(norms) <= count:
-        return list(range(len(norms)))
-    order = sorted(range(len(norms)), key=lambda i: (not norms[i] > 0, norms[i]))
-    ends = [order[-1], order[0]][:count]
-    others = [i for i in range(len(norms)) if i not in ends]
+    finite = [i for i, norm in enumerate(norms) if math.isfinite(norm)]
+    if len(finite) <= count:
+        return finite
+    order = sorted(finite, key=lambda i: (norms[i] == 0, norms[i]))
+    ends = [max(finite, key=lambda i: norms[i]), order[0]][:count]
+    others = [i for i in finite if i not in ends]
     return ends + random.Random(len(norms)).sample(others, count - len(ends))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus.core.probe import RUN_ERRORS, TOLERANCES
+from opacus.core.torch_internals import roots_of_backward
 
 # Losses [B] of these arguments of a criterion, for so many samples.
 Criterion = Callable[[Any, Any, int], Tensor]
@@ -40,9 +41,12 @@ def coupled_loss(
         return None
     together = losses.detach().double()
     tolerance = TOLERANCES.get(losses.dtype, max(TOLERANCES.values()))
-    allowed = tolerance * (together.abs() + 0.1 * together.abs().mean())
-    order = together.argsort().tolist()
-    places = {order[i * (count - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
+    finite = torch.isfinite(together)
+    if not finite.any():
+        return None
+    allowed = tolerance * (together.abs() + 0.1 * together[finite].abs().mean())
+    order = [i for i in together.argsort().tolist() if finite[i]]
+    places = {order[i * (len(order) - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
     leaves, tree = tree_flatten((args, kwargs))
     found: str | None = None
     for dims in itertools.islice(itertools.product(*map(_ways(rows), leaves)), MOST_WAYS):
@@ -107,7 +111,7 @@ def _compare(
     return ""
 
 
-def batch_mean(grads: Sequence[Tensor | None]) -> str | None:
+def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
     """In a running backward pass: whether the loss is a mean over more than samples.
 
     The normaliser of such a mean is a sum over the batch (of tokens that count, of class
@@ -116,11 +120,12 @@ def batch_mean(grads: Sequence[Tensor | None]) -> str | None:
 
     Args:
         grads: The gradients ``[B, ...]`` that the model's outputs got.
+        end: The nodes at which the model ends.
 
     Returns:
         What was found, ``None`` if nothing.
     """
-    for node in _nodes():
+    for node in _nodes(end):
         name = type(node).__name__.removesuffix("0").removesuffix("Backward")
         if not name.startswith("NllLoss") or getattr(node, "_saved_reduction", None) != _MEAN:
             continue
@@ -131,15 +136,17 @@ def batch_mean(grads: Sequence[Tensor | None]) -> str | None:
     return None
 
 
-def _nodes() -> Iterator[Any]:
-    """The nodes of the backward pass that is running."""
-    order = getattr(torch._C, "_current_graph_task_execution_order", None)
-    if order is None or torch._C._current_graph_task_id() == -1:
-        return
-    try:
-        yield from order()
-    except RuntimeError:  # on several devices, say
-        return
+def _nodes(end: type) -> Iterator[Any]:
+    """The nodes of the backward pass that is running, up to those of ``end``."""
+    waiting = [root.grad_fn for root in roots_of_backward()]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen or isinstance(node, end):
+            continue
+        seen.add(node)
+        yield node
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _has_weight(node: Any) -> bool:

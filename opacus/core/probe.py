@@ -190,6 +190,7 @@ class Probe:
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
         if not self._plain:
             return _column(self._tapped(runs, places), 0)
+        self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
         with self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
@@ -206,14 +207,14 @@ class Probe:
         self, unit: int, one: Mapping[str, float], two: Mapping[str, float], tolerance: float
     ) -> list[Difference]:
         """The first layer at which squared norms differ, as a list of one or none."""
-        floor = 0.1 * tolerance * math.sqrt(max(sum(one.values()), sum(two.values())))
+        whole = max(sum(one.values()), sum(two.values()))
+        if not math.isfinite(sum(one.values()) + sum(two.values())):
+            return []  # too large for half precision, say: there is nothing to compare
+        floor = 0.1 * tolerance * math.sqrt(whole)
         differing: dict[str, tuple[float, float]] = {}
         for name in one.keys() | two.keys():
             a, b = (math.sqrt(max(n.get(name, 0.0), 0.0)) for n in (one, two))
-            if math.isfinite(a) and math.isfinite(b):
-                if abs(a - b) > tolerance * max(a, b) + floor:
-                    differing[name] = (a, b)
-            elif math.isfinite(a) != math.isfinite(b):
+            if abs(a - b) > tolerance * max(a, b) + floor:
                 differing[name] = (a, b)
         if not differing:
             return []
@@ -243,8 +244,9 @@ def coarsest_dtype(model: nn.Module, also: Sequence[torch.dtype] = ()) -> torch.
 def _telling(norms: Norms, count: int) -> list[int]:
     """The units with the largest and the smallest norm, and one between."""
     totals = [sum(values[place] for values in norms.values()) for place in range(count)]
-    order = sorted(range(count), key=lambda place: (not totals[place] > 0, totals[place]))
-    return list(dict.fromkeys(order[i] for i in (-1, 0, len(order) // 2))) if order else []
+    order = sorted((p for p in range(count) if totals[p] > 0), key=lambda p: totals[p])
+    order = order or list(range(count))
+    return list(dict.fromkeys(order[i] for i in (-1, 0, len(order) // 2)))
 
 
 def _described(layer: Layer) -> str:

@@ -232,6 +232,7 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
                 f"{first.loss_reduction} vs {other.loss_reduction}"
             )
     _check_scales(function, operands, losses)
+    _refuse_whole(operands, first)
     result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
     if result.shape != first.loss_per_sample.shape:
         raise ValueError(
@@ -241,6 +242,23 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
     combined: DPTensorFastGradientClipping = first._with(result)
     combined.loss_scale = first.loss_scale
     return combined
+
+
+def _refuse_whole(operands: Any, first: DPTensorFastGradientClipping) -> None:
+    """Refuse a loss of the whole batch where the losses are multiplied by clipping factors.
+
+    All of them share it, so that its gradient would get the sum of all factors.
+    """
+    for operand in operands:
+        whole = isinstance(operand, Tensor) and not _is_loss(operand) and operand.requires_grad
+        if whole and operand.numel() == 1 != len(first.loss_per_sample):
+            if not first.module.book_keeping:
+                raise ValueError(
+                    "a loss of the whole batch (an auxiliary loss, a mean over samples) was "
+                    "combined with per-sample losses: this mode multiplies each by its clipping "
+                    "factor, which does not clip what all share. Add one loss a sample "
+                    "(a tensor of shape [batch]), or use the mode with _bk at its end"
+                )
 
 
 def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:
