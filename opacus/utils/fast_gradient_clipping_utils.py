@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from opacus.core.clipping import Clipped
-from opacus.core.loss_scale import SCALING, calling_scaler
-from opacus.core.losses import per_sample_losses
+from opacus.core.privacy.clipping import Clipped
+from opacus.core.step.loss_scale import SCALING, calling_scaler
+from opacus.core.step.losses import per_sample_losses
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
@@ -40,7 +40,7 @@ class DPTensorFastGradientClipping(Tensor):
         ValueError: ``loss_reduction`` is neither.
     """
 
-    # The factor that a GradScaler put on the losses; see opacus.core.loss_scale.
+    # The factor that a GradScaler put on the losses; see opacus.core.step.loss_scale.
     loss_scale: Tensor | None
 
     @staticmethod
@@ -87,6 +87,7 @@ class DPTensorFastGradientClipping(Tensor):
                 forward pass has been clipped in this step already.
         """
         self._check_accumulation()
+        self.optimizer.check_unchanged()
         if not self.optimizer._clipped_batches:
             self.module.start_sum()
         scale = None if self.loss_scale is None else float(self.loss_scale)
@@ -249,16 +250,15 @@ def _refuse_whole(operands: Any, first: DPTensorFastGradientClipping) -> None:
 
     All of them share it, so that its gradient would get the sum of all factors.
     """
-    for operand in operands:
-        whole = isinstance(operand, Tensor) and not _is_loss(operand) and operand.requires_grad
-        if whole and operand.numel() == 1 != len(first.loss_per_sample):
-            if not first.module.book_keeping:
-                raise ValueError(
-                    "a loss of the whole batch (an auxiliary loss, a mean over samples) was "
-                    "combined with per-sample losses: this mode multiplies each by its clipping "
-                    "factor, which does not clip what all share. Add one loss a sample "
-                    "(a tensor of shape [batch]), or use the mode with _bk at its end"
-                )
+    shared = (o for o in operands if isinstance(o, Tensor) and not _is_loss(o) and o.requires_grad)
+    several = len(first.loss_per_sample) > 1 and not first.module.book_keeping
+    if several and any(operand.numel() == 1 for operand in shared):
+        raise ValueError(
+            "a loss of the whole batch (an auxiliary loss, a mean over samples) was combined with "
+            "per-sample losses: this mode multiplies each by its clipping factor, which does not "
+            "clip what all share. Add one loss a sample (a tensor of shape [batch]), or use the "
+            "mode with _bk at its end"
+        )
 
 
 def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:
@@ -378,7 +378,10 @@ class DPLossFastGradientClipping:
 
     def _samples(self, shape: Any) -> int | None:
         """Number of samples: as told, else that of the model's latest batch."""
-        return int(shape[0]) if shape is not None else self.module.latest_batch
+        if shape is None:
+            return self.module.latest_batch
+        self.module._recorder.samples_are_told()
+        return int(shape[0])
 
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
         if not hasattr(self.criterion, "reduction"):
