@@ -219,6 +219,7 @@ class PrivacyEngine(EngineAccounting):
         except BaseException:
             private_module.cleanup()
             raise
+        private_optimizer.isolation = getattr(private_module, "isolation", None)
         self._prepare_noise(private_optimizer, module)
         private_optimizer.attach_step_hook(self.step_counter(rate))
         if not mode.needs_criterion:

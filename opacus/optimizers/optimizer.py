@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus.core.isolation.check import Isolation, IsolationError
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
 from opacus.core.privacy.clipping import Clipped, clip_flat
@@ -127,6 +128,8 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             loss_reduction=loss_reduction,
         )
         self._layout = self._layout_class(generator, secure_mode)
+        # Of the model's hooks: checks what is about to be released.
+        self.isolation: Isolation | None = None
         self._start_counting()
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
@@ -341,6 +344,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         self._drop_frozen()
         if not self.params:
             return True
+        self._check_isolation()
         self._take_batch()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
@@ -375,6 +379,16 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             for name in ("summed_grad", "grad_sample"):
                 if getattr(parameter, name, None) is not None:
                     setattr(parameter, name, None)
+
+    def _check_isolation(self) -> None:
+        if self.isolation is None:
+            return
+        try:
+            self.isolation.check()
+        except IsolationError:
+            self.reset_accumulation()
+            self.zero_grad(set_to_none=True)
+            raise
 
     def _take_batch(self) -> None:
         """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""

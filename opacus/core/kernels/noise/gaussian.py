@@ -1,8 +1,8 @@
 """Gaussian noise added to many tensors in one pass over them.
 
 Each number is a function of a key, a step and the number of its element: see
-:mod:`opacus.core.privacy.key`. Random words come from a counter-based generator (Philox, or ChaCha20 in
-secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made where it is
+:mod:`opacus.core.privacy.key`. Random words come from a counter-based generator (Philox, or
+ChaCha20 in secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made where it is
 added, so it takes no memory; ``gaussian_reference`` makes the same on the CPU.
 """
 

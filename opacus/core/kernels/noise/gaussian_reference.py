@@ -25,7 +25,7 @@ PIECE = 1 << 16
 
 
 def add(std: float, draws: Sequence[Draw], step: int, grid: float) -> None:
-    """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`; ``grid`` 0: not in secure mode."""
+    """See :func:`~opacus.core.kernels.noise.gaussian.add_gaussian`; ``grid`` 0: plain mode."""
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
         for piece in _pieces(own):
