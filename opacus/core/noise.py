@@ -70,7 +70,9 @@ def add_noise(
         own, place = local(source), local(target)
         stream = key.stream(purpose, name)
         if not place.is_contiguous():
-            back.append((place, place := torch.empty_like(place, memory_format=torch.contiguous_format)))
+            back.append(
+                (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
+            )
         draws += _draws(source, own.contiguous(), place, stream)
     for piece in consecutive(draws, lambda draw: draw.region.size, PIECE_ELEMENTS):
         add_gaussian(std, piece, step, secure)
@@ -142,5 +144,3 @@ def fold(seed: int, stream: int) -> int:
     """
     digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
-
-

@@ -177,7 +177,10 @@ def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         hybrid = split(square, lambda name: [Replicate(), Shard(0)])
         found["HSDP"] = noise_of_layout(Sharded(generator()), hybrid)
-        both = {"0.weight": (Shard(0), Shard(1)), "1.weight": (_StridedShard(0, split_factor=2), Shard(0))}
+        both = {
+            "0.weight": (Shard(0), Shard(1)),
+            "1.weight": (_StridedShard(0, split_factor=2), Shard(0)),
+        }
         of = split(square, lambda name: both.get(name, (Shard(0), Replicate())))
         SHAPES["1.weight"] = TWELVE  # torch deals uneven strided shards out otherwise
         try:

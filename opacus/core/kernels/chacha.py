@@ -50,7 +50,12 @@ def chacha20(counter: Sequence[Words], key: Sequence[Words]) -> list[Words]:
 def _quarter_rounds(rows: list[Words]) -> None:
     """The four quarter rounds of the columns, in place."""
     a, b, c, d = rows
-    for target, other, turned, distance in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+    for target, other, turned, distance in (
+        (a, b, d, 16),
+        (c, d, b, 12),
+        (a, b, d, 8),
+        (c, d, b, 7),
+    ):
         target += other
         turned ^= target
         low = turned >> np.uint32(32 - distance)

@@ -41,7 +41,12 @@ def chacha20(n0, n1, n2, n3, key):
     k2, k3 = _key_words(key + 1, n0)
     k4, k5 = _key_words(key + 2, n0)
     k6, k7 = _key_words(key + 3, n0)
-    a0, a1, a2, a3 = n0 * 0 + 0x61707865, n0 * 0 + 0x3320646E, n0 * 0 + 0x79622D32, n0 * 0 + 0x6B206574
+    a0, a1, a2, a3 = (
+        n0 * 0 + 0x61707865,
+        n0 * 0 + 0x3320646E,
+        n0 * 0 + 0x79622D32,
+        n0 * 0 + 0x6B206574,
+    )
     b0, b1, b2, b3, c0, c1, c2, c3 = k0, k1, k2, k3, k4, k5, k6, k7
     d0, d1, d2, d3 = n0, n1, n2, n3
     for _ in range(10):

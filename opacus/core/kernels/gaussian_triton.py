@@ -209,5 +209,5 @@ def _variant(
         SECURE=lanes == chacha.LANES,
         ROWS=has_rows,
         WHOLE=whole,
-        num_warps=4 if lanes == chacha.LANES else 8,
+        num_warps=4,
     )
