@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.sharded import is_fsdp
+from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.utils.noise_state import ENTRY, noise_entries, restore_noise

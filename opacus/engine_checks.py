@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from opacus.core.agreement import describe, together
-from opacus.core.auto import Choice, chosen_for
-from opacus.core.compiled_tap import compiled_taps_from_environment
-from opacus.core.key import reproducible_from_environment
-from opacus.core.lone_sample import lone_sample_from_environment
-from opacus.core.modes import AUTO, MODES, Mode, mode_of
-from opacus.core.profiling import variables_set
-from opacus.core.sharded import is_fsdp
-from opacus.core.state import PrivacyParams
+from opacus.core.platform.profiling import variables_set
+from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.key import reproducible_from_environment
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.ranks.agreement import describe, together
+from opacus.core.record.compiled import compiled_taps_from_environment
+from opacus.core.record.whole import lone_sample_from_environment
+from opacus.core.step.auto import Choice, chosen_for
+from opacus.core.step.modes import AUTO, MODES, Mode, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
@@ -130,7 +130,7 @@ def on_all_ranks(
 ) -> Iterator[dict[str, Any]]:
     """Run local checks; with a sharded model all ranks raise if one does, or if they disagree.
 
-    See :func:`~opacus.core.agreement.together`.
+    See :func:`~opacus.core.ranks.agreement.together`.
 
     Args:
         module: Must have the same parameters, values apart, on all ranks.

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.key import NOISE
-from opacus.core.layout import Single
-from opacus.core.modes import AUTO, mode_of
+from opacus.core.privacy.key import NOISE
+from opacus.core.ranks.layout import Single
+from opacus.core.step.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
     expected_batch_size,
@@ -24,6 +24,7 @@ from opacus.data_loader import (
     sample_rate_of,
     switch_generator,
 )
+from opacus.engine_accounting import EngineAccounting
 from opacus.engine_checks import (
     check_arguments,
     check_noise_source,
@@ -49,7 +50,7 @@ from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
 
-class PrivacyEngine:
+class PrivacyEngine(EngineAccounting):
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
@@ -70,7 +71,7 @@ class PrivacyEngine:
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        self.accountant = create_accountant(mechanism=accountant)
+        super().__init__(create_accountant(mechanism=accountant))
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
@@ -219,13 +220,14 @@ class PrivacyEngine:
             private_module.cleanup()
             raise
         self._prepare_noise(private_optimizer, module)
-        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
+        private_optimizer.attach_step_hook(self.step_counter(rate))
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
             return private_module, private_optimizer, *loss, private_loader
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
+        private_optimizer.parameter_names = {p: n for n, p in module.named_parameters()}
         private_criterion = self._prepare_criterion(
             module=private_module,
             optimizer=private_optimizer,
@@ -293,14 +295,6 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             **kwargs,
         )
-
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far.
-
-        Args:
-            delta: Delta, in (0, 1).
-        """
-        return self.accountant.get_epsilon(delta)
 
     # --- checks ---
 

@@ -104,6 +104,16 @@ def test_a_back_arrow_is_found(tmp_path: Path) -> None:
     assert arrows == [("p.low.x", "p.top.x"), ("p.right.x", "p.left.x")]
 
 
+# The rooms of the core, from the ground up; rules and privacy stand beside each other.
+ROOMS = ["platform", "kernels", "rules,privacy", "record", "norms", "sums", "ranks", "step"]
+
+
+def test_rooms_of_the_core_import_those_below_alone() -> None:
+    graph = graph_of(PACKAGE / "core")
+    assert len(graph) > 50
+    assert back_arrows(graph, "opacus.core", ROOMS) == []
+
+
 def test_core_imports_torch_alone() -> None:
     standard = sys.stdlib_module_names
     for path in (PACKAGE / "core").rglob("*.py"):

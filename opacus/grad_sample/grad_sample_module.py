@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.auto import Choice
-from opacus.core.layers import Layer, layers_of
-from opacus.core.materialise import Materialise
-from opacus.core.mixing import MixingCheck, mixes_samples
-from opacus.core.norms import add_rows
-from opacus.core.record import Record
-from opacus.core.recorder import Recorder
+from opacus.core.norms.ledger import add_rows
+from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.record.layers import Layer, layers_of
+from opacus.core.record.record import Record
+from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
-from opacus.core.sharded import is_dtensor, is_fsdp
+from opacus.core.rules.mixing import MixingCheck, mixes_samples
+from opacus.core.step.auto import Choice
+from opacus.core.sums.materialise import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule

@@ -10,28 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.data_layout import check_data_layout
-from opacus.core.fingerprint import DataCheck
-from opacus.core.layers import Layer
-from opacus.core.layout import sum_gradients
-from opacus.core.norms import total_norms
-from opacus.core.one_pass import GradientSink
-from opacus.core.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
-from opacus.core.ranks import ranks_of
-from opacus.core.record import Record
-from opacus.core.recovery import Recovery
-from opacus.core.reduction import ShardedSink
-from opacus.core.replicated import LayerShares
-from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sharded import is_dtensor
-from opacus.core.strategy import Phase
-from opacus.core.torch_internals import (
+from opacus.core.norms.ledger import total_norms
+from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import (
     managed_names,
     reduce_dtypes,
     tensor_parallel_names,
 )
-from opacus.core.unit_order import UnitOrder
-from opacus.core.unreached import Unreached
+from opacus.core.ranks.data_check import DataCheck
+from opacus.core.ranks.data_layout import check_data_layout
+from opacus.core.ranks.layout import sum_gradients
+from opacus.core.ranks.mesh import ranks_of
+from opacus.core.ranks.recovery import Recovery
+from opacus.core.ranks.reduction import ShardedSink
+from opacus.core.ranks.replicated import LayerShares
+from opacus.core.ranks.unit_order import UnitOrder
+from opacus.core.ranks.unreached import Unreached
+from opacus.core.record.layers import Layer
+from opacus.core.record.record import Record
+from opacus.core.rules.tensor_parallel import TensorParallelRule
+from opacus.core.sums.one_pass import GradientSink
+from opacus.core.sums.strategy import Phase
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-from opacus.core.mixing import MixingCheck
+from opacus.core.rules.mixing import MixingCheck
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
 

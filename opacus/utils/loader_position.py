@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from opacus.core.key import SAMPLING
+from opacus.core.privacy.key import SAMPLING
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.random_state import set_torch_state, torch_state
 from opacus.utils.sharding import ShardedBatchSampler

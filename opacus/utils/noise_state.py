@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from opacus.core.key import NOISE
+from opacus.core.privacy.key import NOISE
 
 if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer

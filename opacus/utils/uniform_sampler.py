@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from opacus.core.kernels.words import words_between
-from opacus.core.key import SAMPLING, RunKey, SystemGenerator
+from opacus.core.kernels.noise.words import words_between
+from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator
 
 __all__ = [
     "Coins",

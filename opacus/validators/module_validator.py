@@ -19,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from opacus.core.mixing import mixes_samples
+from opacus.core.rules.mixing import mixes_samples
 from opacus.utils.module_utils import clone_module, requires_grad
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from opacus.validators.tying import Ties

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from opacus.core.privacy.key import RunKey
 from opacus.utils import uniform_sampler
-from opacus.core.key import RunKey
 from opacus.utils.uniform_sampler import (
     Coins,
     DistributedUniformWithReplacementSampler,

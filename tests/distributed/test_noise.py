@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.layout import Sharded, Single, TensorParallel
+from opacus.core.ranks.layout import Sharded, Single, TensorParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
 

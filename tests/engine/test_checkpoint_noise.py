@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.layout import DataParallel
+from opacus.core.ranks.layout import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import progress, run_distributed

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core import one_pass, strategy
+from opacus.core.sums import one_pass, strategy
 from opacus.optimizers import utils
 from tests.core.rules.dispatched import Dispatched
 from tests.distributed_utils import run_distributed

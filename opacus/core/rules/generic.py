@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opacus.core.platform.sharded import is_fsdp
 from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
-from opacus.core.sharded import is_fsdp
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 Tensors = tuple[Tensor, ...]
 # A module as a function of its own trainable parameters; gives its tensor outputs.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opacus.core.kernels.chacha import chacha20
-from opacus.core.kernels.philox import philox
+from opacus.core.kernels.noise.chacha import chacha20
+from opacus.core.kernels.noise.philox import philox
 
 FULL = "ffffffff "
 # Of the authors' Random123, kat_vectors: philox4x32 10: counter, key, words.

@@ -24,8 +24,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from opacus.core.kernels import launch
-from opacus.core.kernels.launch import Variant
+from opacus.core.kernels.host import launch
+from opacus.core.kernels.host.launch import Variant
 from tests.core.kernels import fake_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:triton")
@@ -206,11 +206,18 @@ import sys, torch
 from triton.runtime import driver
 from tests.core.kernels import fake_driver
 driver.set_active(fake_driver.NoDevice())
-from opacus.core.kernels import gaussian_triton, hopper, linear_gram, linear_width, operands
-from opacus.core.kernels import rows, scaled_rows_triton, table, weighted_sum_triton
-from opacus.core.kernels.gaussian import Draw
-from opacus.core.kernels.launch import JITFunction
-from opacus.core.regions import Region, whole
+from opacus.core.kernels.noise import gaussian_triton
+from opacus.core.kernels.norms import hopper
+from opacus.core.kernels.norms import gram as linear_gram
+from opacus.core.kernels.norms import width as linear_width
+from opacus.core.kernels.host import operands
+from opacus.core.kernels.norms import bias_and_affine as rows
+from opacus.core.kernels.sums import scaled_rows_triton
+from opacus.core.kernels.norms import embedding as table
+from opacus.core.kernels.sums import weighted_sum_triton
+from opacus.core.kernels.noise.gaussian import Draw
+from opacus.core.kernels.host.launch import JITFunction
+from opacus.core.kernels.noise.regions import Region, whole
 
 buffer, uploads = torch.zeros(1 << 16), {}
 operands.blank = lambda shape, device: buffer[:torch.Size(shape).numel()].view(shape)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.gaussian import Draw, grid_of
-from opacus.core.kernels.gaussian_reference import add
-from opacus.core.regions import Region, whole
+from opacus.core.kernels.noise.gaussian import Draw, grid_of
+from opacus.core.kernels.noise.gaussian_reference import add
+from opacus.core.kernels.noise.regions import Region, whole
 from tests.core.kernels.triton_cases import DEVICE, INTERPRETED, MARKS, ON_GPU
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import gaussian_triton
+    from opacus.core.kernels.noise import gaussian_triton
 
 KEY = bytes(range(32))
 SECURE = pytest.mark.parametrize("secure", [False, True], ids=["philox", "chacha"])

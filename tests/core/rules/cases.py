@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus.core.rules import LayerRule, rule_for
 from opacus.core.rules.generic import Call, GenericRule
-from opacus.core.spec import LayerSpec, make_spec
+from opacus.core.rules.spec import LayerSpec, make_spec
 from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.layers.dp_rnn import RNNLinear
 from tests import oracle

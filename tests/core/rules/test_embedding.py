@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.layers import layers_of
+from opacus.core.record.layers import layers_of
 from opacus.core.rules import rule_for
 from tests.core.rules.cases import norm_sq, observe, spec_of
 from tests.core.rules.dispatched import Dispatched

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.kernels.norms.reference import sum_of_squares
 from opacus.core.rules import rule_for
 from tests.core.rules.cases import CASES, norm_sq, observe_case, spec_of
 from tests.oracle import relative_error, weighted_sum
