@@ -65,6 +65,7 @@ class RunKey:
             collective call.
 
     Attributes:
+        secure: As given.
         asked: Whether a seed was asked for.
         seeded: Whether the key comes from it.
     """
@@ -79,6 +80,7 @@ class RunKey:
         asked = generator is not None or reproducible_from_environment()
         self.asked = asked and not secure and not isinstance(generator, SystemGenerator)
         self.seeded = self.asked
+        self.secure = secure
         self.shared = shared
         self._next: dict[str, int] = {}
         self._secret = seed_bytes(generator) if self.seeded else None
@@ -92,6 +94,10 @@ class RunKey:
             secret = os.urandom(_BYTES) if self._secret is None else self._secret
             self._key = Key(_of_rank_0(secret) if self.shared else secret)
         return self._key
+
+    def agree(self) -> None:
+        """Agree on the key now, if it is shared: a collective call."""
+        _ = self.key
 
     def stream(self, purpose: str, name: str) -> bytes:
         """32 bytes for the random numbers of one purpose and parameter."""
@@ -136,7 +142,7 @@ class RunKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the secret: two copies would draw the same noise for different sums."""
-        lost = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
+        lost: dict[str, Any] = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
         return {**vars(self), **lost, "_next": self.numbers}
 
 

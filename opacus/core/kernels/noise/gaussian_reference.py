@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from opacus.core.kernels.noise import chacha, philox
+from opacus.core.kernels.noise.words import Numbers, Words, lanes, random_words
 
 if TYPE_CHECKING:
-    from opacus.core.kernels.noise.gaussian import Draw
+    from opacus.core.kernels.noise.draw import Draw
     from opacus.core.kernels.noise.regions import Region
-
-Words = NDArray[np.uint32]
-Numbers = NDArray[np.uint64]
 
 # Elements of noise that are made at once: what is needed on the way stays in the CPU's cache.
 PIECE = 1 << 16
 
 
 def add(std: float, draws: Sequence[Draw], step: int, grid: float) -> None:
-    """See :func:`~opacus.core.kernels.noise.gaussian.add_gaussian`; ``grid`` 0: plain mode."""
+    """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
+
+    Args:
+        grid: 0 if not in secure mode.
+    """
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
         for piece in _pieces(own):
@@ -42,23 +42,13 @@ def normals(blocks: Numbers, keys: Words, step: int, secure: bool, dtype: torch.
         secure: ChaCha20 instead of Philox.
         dtype: fp32, or fp64 from twice as many words.
     """
-    step_words = np.full(len(blocks), step, dtype=np.uint64)
-    counter = [half for whole in (blocks, step_words) for half in _halves(whole)]
-    if secure:
-        words = chacha.chacha20(counter, list(keys.T))
-    else:
-        words = philox.philox(counter, [keys[:, 0], keys[:, 1]])
-    made = np.stack(words, axis=1)
+    made = random_words(blocks, keys, step, secure)
     return _box_muller_double(made) if dtype == torch.float64 else _box_muller(made)
 
 
 def lanes_of(secure: bool, dtype: torch.dtype) -> int:
     """How many numbers one counter makes."""
-    return (chacha.LANES if secure else philox.LANES) // (2 if dtype == torch.float64 else 1)
-
-
-def _halves(numbers: Numbers) -> tuple[Words, Words]:
-    return numbers.astype(np.uint32), (numbers >> np.uint64(32)).astype(np.uint32)
+    return lanes(secure) // (2 if dtype == torch.float64 else 1)
 
 
 def _box_muller(words: Words) -> Tensor:
@@ -112,8 +102,8 @@ def _pieces(draws: Sequence[Draw]) -> Iterator[list[_Part]]:
 
 
 def _add_piece(std: float, parts: list[_Part], step: int, grid: float, wide: torch.dtype) -> None:
-    lanes = lanes_of(grid > 0, wide)
-    wanted = [_blocks(draw.region, start, end, lanes) for draw, start, end in parts]
+    many = lanes_of(grid > 0, wide)
+    wanted = [_blocks(draw.region, start, end, many) for draw, start, end in parts]
     counts = [len(blocks) for blocks, _ in wanted]
     keys = np.stack([np.frombuffer(draw.key, dtype="<u4") for draw, _, _ in parts])
     blocks = np.concatenate([blocks for blocks, _ in wanted])
@@ -125,16 +115,16 @@ def _add_piece(std: float, parts: list[_Part], step: int, grid: float, wide: tor
         draw.target.view(-1)[start:end] = rounded(total, grid)
 
 
-def _blocks(region: Region, start: int, end: int, lanes: int) -> tuple[Numbers, Any]:
+def _blocks(region: Region, start: int, end: int, many: int) -> tuple[Numbers, Any]:
     """Blocks that the elements ``start`` to ``end - 1`` need, and where they are among all."""
     if region.width == region.size:
         first, last = region.first + start, region.first + end - 1
-        blocks = np.arange(first // lanes, last // lanes + 1, dtype=np.uint64)
-        return blocks, slice(first % lanes, first % lanes + end - start)
-    blocks, lane = np.divmod(region.numbers(start, end), np.uint64(lanes))
+        blocks = np.arange(first // many, last // many + 1, dtype=np.uint64)
+        return blocks, slice(first % many, first % many + end - start)
+    blocks, lane = np.divmod(region.numbers(start, end), np.uint64(many))
     new = np.ones(len(blocks), dtype=bool)
     new[1:] = blocks[1:] != blocks[:-1]
-    places = (np.cumsum(new) - 1) * lanes + lane.astype(np.int64)
+    places = (np.cumsum(new) - 1) * many + lane.astype(np.int64)
     return blocks[new], torch.from_numpy(places)
 
 
