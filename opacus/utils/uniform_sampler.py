@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from opacus.core.privacy.draws import Draws
 from opacus.core.privacy.noise import device_of, draw_seed, fold
 
 # torch.rand draws fp32 multiples of 2^-24.
@@ -139,11 +140,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.generator = generator
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.draws.started = True
         for _ in range(self.steps):
             yield poisson_draw(self.num_samples, self.sample_rate, self.generator).tolist()
 
@@ -195,6 +198,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.rank = torch.distributed.get_rank()
         self.num_samples = len(range(self.rank, total_size, self.num_replicas))
         self.num_batches = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
@@ -205,6 +209,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.draws.started = True
         share, coins = self._share(), self._coins()
         for _ in range(self.num_batches):
             chosen = poisson_draw(self.num_samples, self.sample_rate, coins)
