@@ -96,7 +96,7 @@ class DPTensorFastGradientClipping(Tensor):
         clipped = self.module.clip()
         self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
         excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded)
+        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
