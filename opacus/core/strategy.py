@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.clipping import excluded_or_none, rounded_down
+from opacus.core.clipping import excluded_or_none
 from opacus.core.kernels.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.weighted_sum import scale_in_place, weighted_sum, weighted_sum_each
 from opacus.core.norms import NormLedger
@@ -278,18 +278,20 @@ class TwoPass(Ghost):
         excluded: Tensor,
         retain_graph: bool = False,
     ) -> None:
-        """A second backward pass, of ``sum_i factors[i] * losses[i]``; none of a lone sample."""
+        """A second backward pass, whose records are weighted; none of a lone sample.
+
+        The losses are those of the first pass, without factors: so are the records, to the last
+        bit. Where backprops cancel, others would be rounded otherwise, and longer than measured.
+        """
         if self.ledger is not None and self.ledger.whole:
             self._sum_whole(factors, excluded)
             return
         self._factors = factors
         self._excluded, self._masking = excluded_or_none(excluded), Masking()
-        weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
-        if isinstance(factors, Tensor):
-            weighted = weighted * rounded_down(factors, losses.dtype)
+        kept = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
         try:
             with self._in(Phase.SUM):
-                _backward(weighted, retain_graph)
+                _backward(kept, retain_graph)
         finally:
             self._factors = self._excluded = self._masking = self.ledger = None
 
@@ -299,28 +301,30 @@ class TwoPass(Ghost):
         if self.ledger is not None and record.spec.name in self.ledger.formed_layers:
             grads = self._sum_formed(record)
         else:
-            activations, backprops = record.activations, record.backprops
+            activations, excluded = record.activations, None
             if self._excluded is not None and self._masking is not None:
-                excluded = self._excluded[: record.batch].to(backprops.device)
+                excluded = self._excluded[: record.batch].to(record.tensors[0].device)
                 if layer.rule.by_rows(activations, record.batch):
                     activations = self._masking.without(activations, excluded)
-                backprops = scaled_rows(backprops, None, excluded)
-            grads = self._weighted(record, activations, backprops)
+            grads = self._weighted(record, activations, excluded)
         for name, grad in grads.items():
             parameter = layer.module._parameters[name]
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _weighted(self, record: Record, activations: Any, backprops: Tensor) -> dict[str, Tensor]:
-        layer, spec = record.layer, record.spec
-        if isinstance(self._factors, Tensor):  # the losses carry the factors already
-            return layer.rule.weighted_grad(spec, activations, backprops, None)
+    def _weighted(
+        self, record: Record, activations: Any, excluded: Tensor | None
+    ) -> dict[str, Tensor]:
+        spec, backprops = record.spec, record.backprops
+        if isinstance(self._factors, Tensor):
+            parts = [(spec, self._factors)]
+        else:
+            parts = [(replace(spec, params=(n,)), self._factor(record, n)) for n in spec.params]
         grads: dict[str, Tensor] = {}
-        for name in spec.params:
-            alone, factors = replace(spec, params=(name,)), self._factor(record, name)
-            factors = factors[: backprops.shape[0]].to(backprops.dtype)
-            grads |= layer.rule.weighted_grad(alone, activations, backprops, factors)
+        for part, factors in parts:
+            rows = _scaled(backprops, factors[: record.batch], excluded)
+            grads |= record.layer.rule.weighted_grad(part, activations, rows, None)
         return grads
 
     def _factor(self, record: Record, name: str) -> Tensor:
@@ -343,6 +347,13 @@ class TwoPass(Ghost):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_factors": None, "_excluded": None, "_masking": None}
+
+
+def _scaled(backprops: Any, factors: Tensor, excluded: Tensor | None) -> Any:
+    """:func:`scaled_rows` of one tensor, or of those of each output."""
+    if isinstance(backprops, tuple):
+        return tuple(_scaled(b, factors, excluded) for b in backprops)
+    return scaled_rows(backprops, factors.to(backprops.device), excluded)
 
 
 def _backward(losses: Tensor, retain_graph: bool) -> None:
