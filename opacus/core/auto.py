@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from opacus.core.kernels.choice import triton_is_installed
+from opacus.core.kernels.operands import triton_is_installed
 from opacus.core.modes import MODES, Mode
 from opacus.core.reduction import can_reduce
 from opacus.core.sharded import is_dtensor, is_fsdp

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opacus.core.kernels import choice
 from opacus.core.kernels.choice import ALGORITHMS
-from opacus.core.kernels.operands import interpreted
+from opacus.core.kernels.operands import interpreted, triton_is_installed
 
 __all__ = [
     "ALGORITHMS",
@@ -37,7 +37,7 @@ def is_triton_available() -> bool:
 
     Also with ``TRITON_INTERPRET=1``, which interprets them on the CPU, for tests.
     """
-    return choice.triton_is_installed() and (torch.cuda.is_available() or interpreted())
+    return triton_is_installed() and (torch.cuda.is_available() or interpreted())
 
 
 def compute_linear_norm_sq(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core import auto
-from opacus.core.kernels.choice import triton_is_installed
+from opacus.core.kernels.operands import triton_is_installed
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import wrap_model
 from opacus.utils.fsdp_utils import FSDP2Wrapper
