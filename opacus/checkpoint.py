@@ -1,4 +1,4 @@
-"""Checkpoints of a private training run: model, optimizer, accountant, noise streams.
+"""Checkpoints of a private training run: model, optimizer, accountant, steps of the noise.
 
 Under FSDP2 the whole, unsharded state is written once, so that a checkpoint loads into
 any number of ranks, and into a plain model.
@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.sharded import is_fsdp
+from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
-from opacus.utils.noise_state import GENERATOR, STREAMS, noise_entries, restore_noise
+from opacus.utils.noise_state import ENTRY, noise_entries, restore_noise
 
 _PREFIX = "_module."
 _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
-_NOISE = (GENERATOR, STREAMS)
 _MECHANISM = "privacy_parameters"
 
 
@@ -41,7 +40,7 @@ def save_training_state(
 ) -> None:
     """See :meth:`opacus.PrivacyEngine.save_checkpoint`; a collective call under FSDP2."""
     checkpoint = dict(extra or {})
-    own_keys = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _MECHANISM, *_NOISE, *schedulers}
+    own_keys = {_MODULE, _OPTIMIZER, _ACCOUNTANT, _MECHANISM, ENTRY, *schedulers}
     taken = own_keys & checkpoint.keys()
     if taken:
         raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")

@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from opacus.core.noise import device_of
+from opacus.core.privacy.noise import device_of
 from opacus.utils.empty_batch import blank_batch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from opacus.checkpoint import _inner, _privacy_parameters, _warn_of_changes
-from opacus.core.layout import DataParallel
+from opacus.core.ranks.layout import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.privacy_engine import PrivacyEngine

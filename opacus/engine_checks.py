@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import functools
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from opacus.core.agreement import describe, together
-from opacus.core.auto import Choice, chosen_for
-from opacus.core.compiled_tap import compiled_taps_from_environment
-from opacus.core.lone_sample import lone_sample_from_environment
-from opacus.core.modes import AUTO, MODES, Mode, mode_of
-from opacus.core.profiling import variables_set
-from opacus.core.sharded import is_fsdp
-from opacus.core.state import PrivacyParams
-from opacus.core.stored_shards import VARIABLE, stored_shards_from_environment
+from opacus.core.platform.profiling import variables_set
+from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.key import reproducible_from_environment
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.ranks.agreement import describe, together
+from opacus.core.record.compiled import compiled_taps_from_environment
+from opacus.core.record.whole import lone_sample_from_environment
+from opacus.core.step.auto import Choice, chosen_for
+from opacus.core.step.modes import AUTO, MODES, Mode, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
@@ -32,6 +33,8 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import ch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.optimizers.utils import check_norm_count, params
+
+logger = logging.getLogger(__name__)
 
 
 def check_arguments(
@@ -127,7 +130,7 @@ def on_all_ranks(
 ) -> Iterator[dict[str, Any]]:
     """Run local checks; with a sharded model all ranks raise if one does, or if they disagree.
 
-    See :func:`~opacus.core.agreement.together`.
+    See :func:`~opacus.core.ranks.agreement.together`.
 
     Args:
         module: Must have the same parameters, values apart, on all ranks.
@@ -142,9 +145,8 @@ def on_all_ranks(
     sharded = sharded or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
     ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ask:
-        variables = {VARIABLE: os.environ.get(VARIABLE)}
         about = {"the model": describe(module), "grad_sample_mode": grad_sample_mode}
-        facts = {**about, **variables, **facts}
+        facts = {**about, **facts}
     with together(ask, facts):
         yield facts
 
@@ -175,9 +177,9 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
         )
     if mode.needs_criterion and deferred_norm is None:
         deferred_from_environment()
-    stored_shards_from_environment()
     lone_sample_from_environment()
     compiled_taps_from_environment()
+    reproducible_from_environment()
     variables_set()
 
 
@@ -191,6 +193,16 @@ def check_noise_source(noise_generator: torch.Generator | None, secure_mode: boo
         raise ValueError(
             "noise_generator makes noise predictable, which secure mode rules out; leave it out"
         )
+
+
+@functools.cache  # once a process
+def say_that_noise_is_seeded() -> None:
+    """Tell what a seed means for the guarantee."""
+    logger.warning(
+        "The noise comes from a seed (noise_generator, or OPACUS_REPRODUCIBLE=1): who knows the "
+        "seed can compute the noise and remove it. Keep the seed secret, or release only what was "
+        "trained without one."
+    )
 
 
 def warn_of_another_dataset(known: Dataset[Any] | None, data_loader: DataLoader[Any]) -> None:

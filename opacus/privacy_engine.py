@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.checkpoint import load_training_state, save_training_state
-from opacus.core.modes import AUTO, mode_of
+from opacus.core.privacy.key import NOISE
+from opacus.core.ranks.layout import Single
+from opacus.core.step.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
     expected_batch_size,
@@ -22,6 +24,7 @@ from opacus.data_loader import (
     sample_rate_of,
     switch_generator,
 )
+from opacus.engine_accounting import EngineAccounting
 from opacus.engine_checks import (
     check_arguments,
     check_noise_source,
@@ -29,6 +32,7 @@ from opacus.engine_checks import (
     choose,
     is_distributed,
     on_all_ranks,
+    say_that_noise_is_seeded,
     warn_of_another_dataset,
 )
 from opacus.grad_sample import AbstractGradSampleHooks
@@ -46,12 +50,12 @@ from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
 
-class PrivacyEngine:
+class PrivacyEngine(EngineAccounting):
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
         accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
-        secure_mode: Draw sampling and noise from the operating system's entropy. Slow;
+        secure_mode: Draw sampling and noise by ChaCha20. Slow;
             for the final model.
 
     Example::
@@ -67,10 +71,11 @@ class PrivacyEngine:
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        self.accountant = create_accountant(mechanism=accountant)
+        super().__init__(create_accountant(mechanism=accountant))
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
+        self._layouts: list[Single] = []  # of the optimizers that were made private
 
     # --- make private ---
 
@@ -111,7 +116,8 @@ class PrivacyEngine:
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
             clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
-            noise_generator: Source of the noise; not with ``secure_mode``.
+            noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
+                knows the seed knows the noise. Not with ``secure_mode``.
             grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.
             wrap_model: Return a wrapper (``True``), or the hooks object.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
@@ -213,13 +219,15 @@ class PrivacyEngine:
         except BaseException:
             private_module.cleanup()
             raise
-        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
+        self._prepare_noise(private_optimizer, module)
+        private_optimizer.attach_step_hook(self.step_counter(rate))
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
             return private_module, private_optimizer, *loss, private_loader
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
+        private_optimizer.parameter_names = {p: n for n, p in module.named_parameters()}
         private_criterion = self._prepare_criterion(
             module=private_module,
             optimizer=private_optimizer,
@@ -287,14 +295,6 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             **kwargs,
         )
-
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far.
-
-        Args:
-            delta: Delta, in (0, 1).
-        """
-        return self.accountant.get_epsilon(delta)
 
     # --- checks ---
 
@@ -403,6 +403,19 @@ class PrivacyEngine:
             **kwargs,
         )
 
+    def _prepare_noise(self, optimizer: DPOptimizer, module: nn.Module) -> None:
+        """Name the parameters; no step that the accountant knows of has its noise again."""
+        optimizer.name_parameters(module)
+        self._layouts.append(optimizer._layout)
+        self._skip_known_steps()
+        if optimizer._layout.key.seeded:
+            say_that_noise_is_seeded()
+
+    def _skip_known_steps(self) -> None:
+        """No optimizer of this engine gets the noise of a step that the accountant knows of."""
+        for layout in self._layouts:
+            layout.key.at_least({NOISE: len(self.accountant)})
+
     def _prepare_criterion(
         self,
         *,
@@ -481,7 +494,7 @@ class PrivacyEngine:
         Raises:
             ValueError: The checkpoint is of another model; nothing has been loaded then.
         """
-        return load_training_state(
+        checkpoint = load_training_state(
             path,
             accountant=self.accountant,
             module=module,
@@ -490,6 +503,8 @@ class PrivacyEngine:
             state_dict_kwargs=module_load_dict_kwargs,
             load_kwargs=torch_load_kwargs,
         )
+        self._skip_known_steps()
+        return checkpoint
 
 
 _MODEL_KEYWORDS = {"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"}

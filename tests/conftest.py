@@ -26,6 +26,12 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def reproducible(_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise and sampling come from torch's global seed, as this test's comparison needs."""
+    monkeypatch.setenv("OPACUS_REPRODUCIBLE", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.imports import back_arrows, circles, graph_of, imports_in
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "opacus"
 
@@ -36,18 +38,9 @@ ON_TOP = {"privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptiv
 
 def imports_of(path: Path) -> set[str]:
     """Parts of the package that a file imports, ``core`` for ``opacus.core.rules``."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "opacus" and len(parts) > 1:
-                found.add(parts[1])
-    return found
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    names = (f"{base}.{name}".split(".") for base, name in imports_in(path, module))
+    return {parts[1] for parts in names if parts[0] == "opacus" and parts[1:2] not in ([], [""])}
 
 
 def files() -> list[Path]:
@@ -63,6 +56,62 @@ def test_imports_point_one_way(path: Path) -> None:
         return
     assert imported <= ALLOWED[part], f"{relative} may not import {imported - ALLOWED[part]}"
     assert "privacy_engine" not in imported or part == "utils"
+
+
+def test_no_files_import_each_other() -> None:
+    """Imports for types alone and inside functions count, too."""
+    graph = graph_of(PACKAGE)
+    assert len(graph) > 100 and sum(map(len, graph.values())) > 300
+    assert circles(graph) == []
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in {"__init__": "", **files}.items():
+        path = root / "p" / f"{name.replace('__', '/') if name != '__init__' else name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "p"
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "from p.a import X",
+        "from p import a",
+        "import p.a",
+        "from . import a",
+        "from .a import X",
+        "def f():\n    from p.a import X",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import X",
+    ],
+)
+def test_a_circle_is_found(tmp_path: Path, closing: str) -> None:
+    package = write(tmp_path, a="from p import b", b="import p.c", c="import torch", d="import p.a")
+    assert circles(graph_of(package)) == []
+    package = write(tmp_path, c=closing)
+    assert circles(graph_of(package)) == [["p.a", "p.b", "p.c"]]
+
+
+def test_a_back_arrow_is_found(tmp_path: Path) -> None:
+    files = {"low__x": "", "left__x": "from p.low import x", "right__x": "import p.low.x"}
+    package = write(tmp_path, **files, top__x="import p.left.x", top__y="import p.top.x")
+    parts = ["low", "left,right", "top"]
+    assert back_arrows(graph_of(package), "p", parts) == []
+    with pytest.raises(ValueError, match="right"):
+        back_arrows(graph_of(package), "p", ["low", "left", "top"])
+    write(tmp_path, low__x="def f():\n    import p.top.x", right__x="from p.left.x import y")
+    arrows = back_arrows(graph_of(package), "p", parts)
+    assert arrows == [("p.low.x", "p.top.x"), ("p.right.x", "p.left.x")]
+
+
+# The rooms of the core, from the ground up; rules and privacy stand beside each other.
+ROOMS = ["platform", "kernels", "rules,privacy", "record", "norms", "sums", "ranks", "step"]
+
+
+def test_rooms_of_the_core_import_those_below_alone() -> None:
+    graph = graph_of(PACKAGE / "core")
+    assert len(graph) > 50
+    assert back_arrows(graph, "opacus.core", ROOMS) == []
 
 
 def test_core_imports_torch_alone() -> None:

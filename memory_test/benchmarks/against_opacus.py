@@ -6,7 +6,7 @@ FOLDER is what ``pip install --no-deps --target FOLDER opacus==1.6.0`` made. The
 turns, so that a busy host slows both; of each case the medians of all rounds are compared.
 
 Page faults are counted: where glibc returns memory after each step, thousands of them are part of
-the time (``opacus/core/allocator.py`` sees to it that this package has none).
+the time (``opacus/core/platform/allocator.py`` sees to it that this package has none).
 """
 
 from __future__ import annotations

@@ -28,8 +28,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from opacus.core.kernels import choice, linear_gram, linear_width, reference, rows, table
-from opacus.core.kernels.operands import Tile
+from opacus.core.kernels.host.operands import Tile
+from opacus.core.kernels.norms import bias_and_affine as rows
+from opacus.core.kernels.norms import choice, reference
+from opacus.core.kernels.norms import embedding as table
+from opacus.core.kernels.norms import gram as linear_gram
+from opacus.core.kernels.norms import width as linear_width
 
 Row = dict[str, Any]
 TOKENS = 16384  # in a batch, for the large layers
@@ -388,7 +392,7 @@ def sweep() -> list[Row]:
             if module is linear_gram:
                 operations = batch * tokens * (tokens + 1) * (d + p)
             for tile in tiles:
-                row = {"kernel": module.__name__.split("_")[-1], "B": batch, "T": tokens,
+                row = {"kernel": module.__name__.split(".")[-1], "B": batch, "T": tokens,
                        "d": d, "p": p, "tile": str(tile)}  # fmt: skip
                 try:
                     row["error"] = check(str(tile), module.norm_sq(a, g, tile=tile), want)

@@ -56,7 +56,7 @@ def is_deferrable(name: str) -> bool:
 def package_modes() -> dict[str, Any]:
     """The modes of the ``opacus`` that is imported, with what it says about each."""
     try:
-        from opacus.core import modes
+        from opacus.core.step import modes
     except ImportError:
         return dict.fromkeys(_WITHOUT_TABLE)
     known: dict[str, Any] = dict(modes.MODES)

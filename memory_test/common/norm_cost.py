@@ -19,7 +19,7 @@ from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
 from memory_test.common.models import SHAPES
 from opacus.core.rules.linear import LinearRule
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 HEADER = (
     "layout",

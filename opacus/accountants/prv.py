@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from opacus.accountants.accountant import IAccountant, reject_unknown_arguments
-from opacus.accountants.analysis.rdp import DEFAULT_ORDERS, smallest_epsilon, total_rdp
+from opacus.accountants.analysis.rdp_orders import best_order
 from opacus.accountants.history import check_delta, merge
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ class PRVAccountant(IAccountant):
         if any(noise_multiplier == 0.0 for noise_multiplier, _ in counts):
             return math.inf
         composed = _prv_epsilon(_coarsen(counts, _MOST_DISTINCT), delta, eps_error, delta_error)
-        return max(0.0, min(composed, _rdp_epsilon(counts, delta)))
+        return max(0.0, min(composed, best_order(counts, delta)[0]))
 
     @classmethod
     def mechanism(cls) -> str:
@@ -94,12 +92,6 @@ def _coarsen(counts: Counts, most: int) -> Counts:
             key = (smallest, sample_rate)
             merged[key] = merged.get(key, 0) + counts[(sigma, sample_rate)]
     return merged
-
-
-def _rdp_epsilon(counts: Counts, delta: float) -> float:
-    """Returns the epsilon of `RDPAccountant` at its default orders."""
-    orders = np.asarray(DEFAULT_ORDERS, dtype=np.float64)
-    return smallest_epsilon(orders, total_rdp(counts, orders), delta)[0]
 
 
 def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: float) -> float:

@@ -1,8 +1,25 @@
-"""The core: per-sample norms, clipping, noise and what they mean on each mesh axis.
+"""The core: everything that decides about privacy. It imports torch only.
 
-Everything here imports torch only. The public packages of ``opacus`` are thin
-shells over it: ``spec`` and ``rules`` say what a layer's gradient is,
-``recorder`` watches a model run, ``strategy`` turns what was seen into clipped
-gradients, ``layout`` says how ranks share them, ``noise`` hides them, and
-``state`` holds the privacy parameters.
+Rooms in the order of the data; each imports only from those above it here, and
+``tests/test_imports.py`` checks it::
+
+    platform   torch and the machine
+    kernels    pure computations, a reference beside each
+    rules      (spec, activations, backprops) -> per-row quantities
+    privacy    what is promised: parameters, clipping, noise
+    record     a model's run -> records
+    norms      records -> squared norms
+    sums       records and clipping factors -> the clipped sum
+    ranks      who holds what, and how ranks add up
+    step       modes, losses, and what goes on around a step
+
+A step::
+
+    model(x) --record--> Record --rules, kernels--> norms --privacy--> factors
+                            |                                             |
+                            +------------------- sums <-------------------+
+                                                  |
+                           p.grad <--privacy: noise-- ranks: reduction
+
+``rules`` and ``privacy`` stand beside each other: neither imports the other.
 """

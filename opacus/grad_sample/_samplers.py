@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.rules import LayerRule, rule_for
 from opacus.core.rules.generic import Call, GenericRule
-from opacus.core.spec import LayerSpec, layer_kind, make_spec
+from opacus.core.rules.spec import LayerSpec, layer_kind, make_spec
 
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 
@@ -75,6 +75,9 @@ class FormedRule(LayerRule):
 
     def by_rows(self, activations: Any, batch: int) -> bool:
         return self.rule.by_rows(activations, batch)
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
+        return self.rule.token_features(spec)
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any

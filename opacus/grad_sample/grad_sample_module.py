@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.attach import layers_of
-from opacus.core.auto import Choice
-from opacus.core.materialise import Materialise
-from opacus.core.norms import add_rows
-from opacus.core.recorder import Layer, Record, Recorder
+from opacus.core.norms.ledger import add_rows
+from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.record.layers import Layer, layers_of
+from opacus.core.record.record import Record
+from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
-from opacus.core.sharded import is_dtensor, is_fsdp
+from opacus.core.rules.mixing import MixingCheck, mixes_samples
+from opacus.core.step.auto import Choice
+from opacus.core.sums.materialise import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -92,6 +94,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
                 "GradSampleHooks (or to_standard_module() on the wrapper) first"
             )
         self.validate(module=m, strict=strict)
+        self._strict = strict
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.force_functorch = force_functorch
         self.grad_accumulation_allowed = True
@@ -133,14 +136,18 @@ class GradSampleHooks(AbstractGradSampleHooks):
                 )
         self._strategy = self._make_strategy()
         self._sharding_is_known = self._is_sharded()
-        self._recorder.handles.append(
-            self._module.register_forward_pre_hook(self._refuse_late_sharding)
-        )
+        self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
+        self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
 
-    def _refuse_late_sharding(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self.hooks_enabled:
+            self._mixing.check()
+        self._refuse_late_sharding()
+
+    def _refuse_late_sharding(self) -> None:
         """In the first forward: raise if the parameters have been replaced by sharded ones."""
         if self._sharding_is_known:
             return
@@ -293,6 +300,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
         """Modules that share statistics between samples, which no clipping can undo.
 
+        A frozen BatchNorm in eval mode, with running statistics, does not.
+
         Args:
             module: The module to check.
             strict: Raise instead of returning the errors.
@@ -302,8 +311,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """
         errors = [
             NotImplementedError(
-                f"Model contains a trainable layer with running statistics that mix samples "
-                f"({name}: {submodule}); use ModuleValidator.fix(model) to replace it"
+                f"Model contains a layer that mixes samples or keeps statistics of them "
+                f"({name}: {submodule}); use ModuleValidator.fix(model) to replace it, or, if it "
+                "is frozen, put it in eval mode"
             )
             for name, submodule in module.named_modules()
             if _mixes_samples(submodule)
@@ -342,6 +352,9 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
 
 
 def _mixes_samples(module: nn.Module) -> bool:
+    """Whether a layer does so, or, as it is trained, would in the train mode that is to come."""
+    if mixes_samples(module):
+        return True
     batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     tracking = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
     trainable = any(p.requires_grad for p in module.parameters(recurse=False))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.clipping import Clipped, clip_each, clip_flat
-from opacus.core.kernels.suite import kernels_named
-from opacus.core.lone_sample import LoneSample, lone_sample_from_environment
-from opacus.core.norms import NormLedger, total_norms
-from opacus.core.one_pass import GradientSink, LocalSink, OnePass
-from opacus.core.profiling import (
+from opacus.core.kernels.norms.suite import kernels_named
+from opacus.core.norms.ledger import NormLedger, total_norms
+from opacus.core.platform.profiling import (
     CLIP_FACTORS,
     FINAL_COMPUTE,
     LOCAL_COMPUTE,
@@ -22,11 +20,15 @@ from opacus.core.profiling import (
     part,
     timed,
 )
-from opacus.core.recorder import ForwardPass, Generation, Layer, Record
+from opacus.core.platform.switches import switched_on
+from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.record.layers import Layer
+from opacus.core.record.record import ForwardPass, Generation, Record
+from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.rules.base import scale_rows
-from opacus.core.state import PrivacyParams
-from opacus.core.strategy import Ghost, Phase, TwoPass
-from opacus.core.switches import switched_on
+from opacus.core.sums.one_pass import GradientSink, LocalSink, OnePass
+from opacus.core.sums.strategy import Ghost, Phase, TwoPass
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -208,9 +210,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             backprops = record.backprops
             first = backprops[0] if isinstance(backprops, tuple) else backprops
             rows = torch.full(
-                (len(first),), float(record.rows), dtype=torch.float32, device=first.device
+                (len(first),), float(record.mean_of), dtype=torch.float32, device=first.device
             )
-            record.backprops = scale_rows(backprops, rows)
+            record = replace(record, backprops=scale_rows(backprops, rows))
         with self._recorder.paused():
             ledger.add(record)
         known = ledger.known(record.layer.owners.values())

@@ -10,33 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.core.data_layout import check_data_layout
-from opacus.core.fingerprint import DataCheck
-from opacus.core.layout import sum_gradients
-from opacus.core.norms import total_norms
-from opacus.core.one_pass import GradientSink, OnePass
-from opacus.core.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
-from opacus.core.ranks import ranks_of
-from opacus.core.recorder import Layer, Record
-from opacus.core.recovery import Recovery
-from opacus.core.reduction import ShardedSink
-from opacus.core.replicated import LayerShares
-from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sharded import is_dtensor
-from opacus.core.stored_shards import (
-    StoredShards,
-    check_choice,
-    stored_shards_from_environment,
-)
-from opacus.core.strategy import Ghost, Phase
-from opacus.core.torch_internals import (
-    compute_dtypes,
+from opacus.core.norms.ledger import total_norms
+from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import (
     managed_names,
     reduce_dtypes,
     tensor_parallel_names,
 )
-from opacus.core.unit_order import UnitOrder
-from opacus.core.unreached import Unreached
+from opacus.core.ranks.data_check import DataCheck
+from opacus.core.ranks.data_layout import check_data_layout
+from opacus.core.ranks.layout import sum_gradients
+from opacus.core.ranks.mesh import ranks_of
+from opacus.core.ranks.recovery import Recovery
+from opacus.core.ranks.reduction import ShardedSink
+from opacus.core.ranks.replicated import LayerShares
+from opacus.core.ranks.unit_order import UnitOrder
+from opacus.core.ranks.unreached import Unreached
+from opacus.core.record.layers import Layer
+from opacus.core.record.record import Record
+from opacus.core.rules.tensor_parallel import TensorParallelRule
+from opacus.core.sums.one_pass import GradientSink
+from opacus.core.sums.strategy import Phase
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -178,9 +173,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self, losses: Tensor, retain_graph: bool = False, loss_scale: float | None = None
     ) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.norm_pass`."""
-        planned = getattr(self._strategy, "stored_shards", None)
-        if planned is not None:
-            planned.flat = self._privacy.max_grad_norms is None
         with self._recovering("norms"):
             super().norm_pass(losses, retain_graph, loss_scale)
 
@@ -197,9 +189,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _reductions(self) -> int:
         """How often gradients have been reduced past FSDP2."""
-        planned = getattr(self._strategy, "stored_shards", None)
-        exchanged = 0 if planned is None else planned.collectives
-        return exchanged + getattr(getattr(self._strategy, "sink", None), "reductions", 0)
+        reductions: int = getattr(getattr(self._strategy, "sink", None), "reductions", 0)
+        return reductions
 
     @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:
@@ -207,8 +198,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
         Runs after the first backward pass has returned; the cache is empty afterwards.
         Sharded data: no collective, the norm of a sample is complete on the rank that holds
-        it, unless shards of its gradient were exchanged (:attr:`stored_shards`). Replicated
-        data: an all-reduce (for each axis of the mesh) adds the layers' norms.
+        it. Replicated data: an all-reduce (for each axis of the mesh) adds the layers' norms.
 
         Raises:
             RuntimeError: There was no norm pass.
@@ -235,48 +225,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _make_sink(self) -> GradientSink:
         parameters = dict(self._module.named_parameters())
         return ShardedSink(parameters, reduce_dtypes(self._module))
-
-    def _make_strategy(self) -> Ghost:
-        strategy = super()._make_strategy()
-        if isinstance(strategy, OnePass) and self.data_layout == "sharded":
-            strategy.stored_shards = StoredShards(
-                self._recorder.layers,
-                dict(self._module.named_parameters()),
-                compute_dtypes(self._module),
-                reduce_dtypes(self._module),
-                stored_shards_from_environment(),
-            )
-        return strategy
-
-    @property
-    def stored_shards(self) -> str:
-        """Whether ranks exchange shards of per-sample gradients during the backward pass.
-
-        ``"off"`` (the default, or what the environment variable ``OPACUS_STORED_SHARDS`` says):
-        sums are reduced after the pass. ``"auto"``: gradients of the layers for which all ranks
-        estimate it to be faster are exchanged, from the second step on. ``"always"``: those of
-        all layers that can (used once, not shared, with a rule that does not run them again).
-        Set it to the same on all ranks. It is ``"off"`` with replicated data, and not used
-        with per-layer clipping.
-
-        Raises:
-            ValueError: Set to something else, or in a mode with two backward passes or
-                replicated data.
-        """
-        planned = getattr(self._strategy, "stored_shards", None)
-        return "off" if planned is None else planned.choice
-
-    @stored_shards.setter
-    def stored_shards(self, value: str) -> None:
-        check_choice(value)
-        planned = getattr(self._strategy, "stored_shards", None)
-        if planned is not None:
-            planned.choice = value
-        elif value != "off":
-            raise ValueError(
-                f"stored_shards={value!r} needs a mode with a single backward pass "
-                "(ghost_fsdp_bk, flash_fsdp_bk) and data_layout='sharded'"
-            )
 
     def gather_norm_samples(self, order: str = "rank", indices: Any = None) -> Tensor:
         """Norms of the global batch (with sharded data a collective call).

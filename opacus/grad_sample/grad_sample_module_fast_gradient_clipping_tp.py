@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from opacus.core.recorder import Layer
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.record.layers import Layer
 from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sharded import is_dtensor
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )

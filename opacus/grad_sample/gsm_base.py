@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from opacus.core.allocator import keep_freed_memory
-from opacus.core.profiling import PROFILE
+from opacus.core.platform.allocator import keep_freed_memory
+from opacus.core.platform.profiling import PROFILE
 
 # Attributes that appear on parameters while a model is private; all of them are gone
 # after cleanup().

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
+from opacus.core.rules.mixing import MixingCheck
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
 
@@ -29,12 +30,19 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         if not batch_first:
             raise NotImplementedError("grad_sample_mode 'ew' needs batch_first=True")
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self._mixing = MixingCheck(m)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients."""
+        """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients.
+
+        Raises:
+            ValueError: A layer gets other rows than the samples; names it.
+            NotImplementedError: A norm mixes samples, in train mode; names it.
+        """
         return super().forward(x, *args, **kwargs)
 
     def _run(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._mixing.check()
         if not torch.is_grad_enabled():
             return self._module(x, *args, **kwargs)
         if x.shape[0] == 0:  # torch refuses what Poisson sampling may draw
@@ -42,7 +50,12 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         run = call_for_per_sample_grads(
             self._module, batch_size=x.shape[0], loss_reduction=self.loss_reduction
         )
-        return run(x, *args, **kwargs)
+        try:
+            return run(x, *args, **kwargs)
+        except RuntimeError as error:
+            if "batch size matching input" not in str(error):
+                raise
+            raise _refused_rows(self._module, error) from error
 
     def _run_empty(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run on no samples: per-sample gradients of shape ``[0, ...]``."""
@@ -53,3 +66,16 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
 
     def remove_hooks(self) -> None:
         """There are none."""
+
+
+def _refused_rows(model: nn.Module, error: RuntimeError) -> ValueError:
+    """What torch says of a layer that got other rows than the samples, with the layer's name."""
+    names = {id(m): f"'{name}' ({type(m).__name__})" for name, m in model.named_modules()}
+    trace, layer = error.__traceback__, "of the model"
+    while trace is not None:
+        layer = names.get(id(trace.tb_frame.f_locals.get("self")), layer)
+        trace = trace.tb_next
+    return ValueError(
+        f"layer {layer}: {error}. Its rows are no samples: let its input have the batch in its "
+        "first dimension ([batch, length, ...] instead of [batch * length, ...]), or freeze it"
+    )

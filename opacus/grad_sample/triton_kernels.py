@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels import choice
-from opacus.core.kernels.choice import ALGORITHMS
-from opacus.core.kernels.operands import interpreted, triton_is_installed
+from opacus.core.kernels.host.operands import interpreted, triton_is_installed
+from opacus.core.kernels.norms import choice
+from opacus.core.kernels.norms.choice import ALGORITHMS
 
 __all__ = [
     "ALGORITHMS",
@@ -106,7 +106,8 @@ def compute_grouped_linear_norm_sq(
     if algorithm is None:
         return choice.grouped_product_norm_sq(flat, kept)
     _require(*(t for pair in flat for t in pair))
-    from opacus.core.kernels import linear_gram, linear_width
+    from opacus.core.kernels.norms import gram as linear_gram
+    from opacus.core.kernels.norms import width as linear_width
 
     module = linear_width if algorithm == choice.WIDTH else linear_gram
     return module.grouped_norm_sq(flat, kept)
@@ -174,7 +175,8 @@ def _linear(algorithm: str | None, a: Tensor, gs: list[Tensor]) -> Callable[...,
     if algorithm is None:
         return choice.shared_product_norm_sq
     _require(a, *gs)
-    from opacus.core.kernels import linear_gram, linear_width
+    from opacus.core.kernels.norms import gram as linear_gram
+    from opacus.core.kernels.norms import width as linear_width
 
     if algorithm == choice.INPUT_LENGTH:
         return linear_gram.shared_norm_sq

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from opacus.core.auto import chosen_for
-from opacus.core.modes import AUTO, mode_of
+from opacus.core.step.auto import chosen_for
+from opacus.core.step.modes import AUTO, mode_of
 from opacus.grad_sample._samplers import Sampler
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -95,7 +95,7 @@ def wrap_model(
 
     Args:
         model: The model.
-        grad_sample_mode: One of the modes in ``opacus.core.modes.MODES``, or ``"auto"``.
+        grad_sample_mode: One of the modes in ``opacus.core.step.modes.MODES``, or ``"auto"``.
         wrap_model: Return a wrapper module (``True``) or a hooks object (``False``).
         args: Positional arguments of the class.
         kwargs: Keyword arguments of the class.

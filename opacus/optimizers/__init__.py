@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opacus.core.modes import Mode, mode_of
+from opacus.core.step.modes import Mode, mode_of
 from opacus.optimizers.adaclipoptimizer import AdaClipDPOptimizer
 from opacus.optimizers.ddp_perlayeroptimizer import (
     DistributedPerLayerOptimizer,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.adaptive import Quantile, centred_count, private_fraction, spend_on_count
-from opacus.core.clipping import Clipped
+from opacus.core.privacy.clipping import Clipped
+from opacus.core.step.adaptive import Quantile, centred_count, private_fraction, spend_on_count
 from opacus.optimizers.optimizer import DPOptimizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from opacus.core.clipping import clip_flat
+from opacus.core.privacy.clipping import clip_flat
 from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 from opacus.optimizers.utils import weighted_sums

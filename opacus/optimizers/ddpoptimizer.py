@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from opacus.core.layout import DataParallel
+from opacus.core.ranks.layout import DataParallel
 from opacus.optimizers.optimizer import DPOptimizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from opacus.core.layout import Sharded
+from opacus.core.ranks.layout import Sharded
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
@@ -12,8 +12,8 @@ class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
     """:class:`DPOptimizerFastGradientClipping` for sharded parameters.
 
     FSDP2 has summed the clipped gradients over ranks. Each rank draws the noise of its
-    own shard only, from a stream of its own, so that noise has the right scale for
-    ``"mean"`` and ``"sum"`` whatever the world size, and is never equal on two ranks.
+    own shard only, a function of the elements' numbers in the whole parameter, so that it has
+    the right scale for ``"mean"`` and ``"sum"`` and is the same whatever the world size.
     ``expected_batch_size`` is the expected number of samples on one rank.
 
     Raises:
@@ -25,8 +25,5 @@ class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
 
     def _set_up(self) -> None:
         super()._set_up()
-        layout = self._layout
-        if isinstance(layout, Sharded):
-            layout.streams.know(self.params)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from opacus.core.processed import is_processed
+from opacus.core.privacy.processed import is_processed, was_processed
+from opacus.core.sums.sum_watch import SumWatch
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
 
@@ -23,7 +24,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         super()._set_up()
         if self._privacy.max_grad_norms is not None:
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
+        self.parameter_names: dict[nn.Parameter, str] = {}  # as the model's hooks call them
         self._known = [p for group in self.param_groups for p in group["params"]]
+        self._watch = SumWatch()
         self.expects_criterion = False
         self._clipped_batches = 0
         self._accumulated = 1
@@ -54,6 +57,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             for parameter in self.params:
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
+        self._watch.note(self.params)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -68,6 +72,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         """
         self._check_clipped()
         self._check_known()
+        self.check_unchanged()
         scale = 1.0 if self._scaled.divided else self._scaled.scale
         for parameter in self.params:
             grad, parameter.grad = parameter.grad, None
@@ -83,8 +88,40 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _batch_is_taken(self) -> None:
         self._loss_scale = None
+        self._watch.forget()
         self._accumulated = max(self._clipped_batches, 1)
         self._clipped_batches = 0
+
+    def check_unchanged(self) -> None:
+        """Refuse gradients that are not the clipped sums which ``backward()`` has left.
+
+        Raises:
+            RuntimeError: It names the parameters; nothing has been changed.
+        """
+        if not self.expects_criterion:  # somebody else fills p.grad
+            return
+        divided_by = self._scaled.scale if self._scaled.divided else 1.0
+        parameters = self.params
+        if not self._clipped_batches:  # the next backward() drops what a step has used
+            parameters = [p for p in parameters if p.grad is None or not was_processed(p.grad)]
+        changed = self._watch.changed(parameters, divided_by)
+        if changed:
+            raise RuntimeError(
+                f"the gradients of {self._names(changed)} were changed or added between backward() "
+                "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
+                "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
+                "gradients multiplied by a world size or a number of tokens, backward() of another "
+                "loss (add it to the criterion's, per sample), or a hook on a parameter. Leave "
+                "them out, or use grad_sample_mode='hooks', which ignores p.grad; call zero_grad() "
+                "before the next batch"
+            )
+
+    def _names(self, parameters: list[nn.Parameter]) -> str:
+        """What parameters are called in the model, the first of them."""
+        known = self.parameter_names
+        names = [known.get(p, f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
+        more = len(parameters) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
 
     def _check_clipped(self) -> None:
         unclipped = self.expects_criterion and self._clipped_batches == 0
@@ -130,10 +167,12 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
         self._clipped_batches, self._loss_scale = 0, None
+        self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
         self._clipped_batches, self._loss_scale = 0, None
+        self._watch.forget()
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from opacus.core.clipping import Clipped, clip_each
+from opacus.core.privacy.clipping import Clipped, clip_each
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opacus.core.layout import TensorParallel
+from opacus.core.ranks.layout import TensorParallel
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.clipping import Clipped, excluded_or_none
-from opacus.core.kernels.reference import wide_dtype
-from opacus.core.kernels.weighted_sum import weighted_sum_each
+from opacus.core.kernels.norms.reference import wide_dtype
+from opacus.core.kernels.sums.weighted_sum import weighted_sum_each
+from opacus.core.privacy.clipping import Clipped, excluded_or_none
 
 
 def params(optimizer: Optimizer) -> list[nn.Parameter]:

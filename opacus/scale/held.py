@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opacus.core.planner import FREE_MEMORY_SHARE, KEEP_PASSES, STORE_PASSES
+from opacus.core.sums.planner import FREE_MEMORY_SHARE, KEEP_PASSES, STORE_PASSES
 from opacus.scale.rates import Rates
 from opacus.scale.run import Run
 from opacus.scale.shapes import linears

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from opacus.core.clipping import Clipped
-from opacus.core.loss_scale import SCALING, calling_scaler
-from opacus.core.losses import per_sample_losses
+from opacus.core.privacy.clipping import Clipped
+from opacus.core.step.loss_scale import SCALING, calling_scaler
+from opacus.core.step.losses import per_sample_losses
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
@@ -40,7 +40,7 @@ class DPTensorFastGradientClipping(Tensor):
         ValueError: ``loss_reduction`` is neither.
     """
 
-    # The factor that a GradScaler put on the losses; see opacus.core.loss_scale.
+    # The factor that a GradScaler put on the losses; see opacus.core.step.loss_scale.
     loss_scale: Tensor | None
 
     @staticmethod
@@ -87,6 +87,7 @@ class DPTensorFastGradientClipping(Tensor):
                 forward pass has been clipped in this step already.
         """
         self._check_accumulation()
+        self.optimizer.check_unchanged()
         if not self.optimizer._clipped_batches:
             self.module.start_sum()
         scale = None if self.loss_scale is None else float(self.loss_scale)
@@ -351,7 +352,10 @@ class DPLossFastGradientClipping:
 
     def _samples(self, shape: Any) -> int | None:
         """Number of samples: as told, else that of the model's latest batch."""
-        return int(shape[0]) if shape is not None else self.module.latest_batch
+        if shape is None:
+            return self.module.latest_batch
+        self.module._recorder.samples_are_told()
+        return int(shape[0])
 
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
         if not hasattr(self.criterion, "reduction"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from opacus.core.sharded import is_fsdp
+from opacus.core.platform.sharded import is_fsdp
 
 
 def has_params(module: nn.Module) -> bool:

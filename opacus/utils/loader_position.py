@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from opacus.core.noise import draw_seed
+from opacus.core.privacy.noise import draw_seed
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.random_state import set_torch_state, torch_state
 from opacus.utils.sharding import ShardedBatchSampler

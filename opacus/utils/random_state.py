@@ -119,7 +119,7 @@ def set_torch_state(state: Sequence[Tensor]) -> None:
 
 
 def fits(saved: dict[str, Tensor]) -> bool:
-    """Whether the noise streams of :class:`opacus.core.noise.ShardedNoise` can go on here."""
+    """Whether the noise streams of :class:`~opacus.core.privacy.noise.ShardedNoise` can go on."""
     cuda = any(key.startswith("cuda") for key in saved)
     return torch.cuda.is_available() or not cuda
 

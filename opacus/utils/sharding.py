@@ -20,10 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from opacus.core.data_layout import check_data_layout
-from opacus.core.modes import Mode
-from opacus.core.noise import draw_seed
-from opacus.core.ranks import ModelRanks
+from opacus.core.privacy.noise import draw_seed
+from opacus.core.ranks.data_layout import check_data_layout
+from opacus.core.ranks.mesh import ModelRanks
+from opacus.core.step.modes import Mode
 from opacus.data_loader import (
     HostLoader,
     loader_settings,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from opacus.core.noise import device_of, draw_seed, fold
+from opacus.core.privacy.noise import device_of, draw_seed, fold
 
 # torch.rand draws fp32 multiples of 2^-24.
 _UNIFORM_UNIT = 2.0**-24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Union
 
 from torch import nn
@@ -17,6 +18,9 @@ INSTANCENORM = Union[nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]  #
 
 # Default number of groups, or the largest divisor that it shares with the channels.
 MAX_GROUPS = 32
+# Of these the input may be [B, C], in which a group of one channel is one value: it would be
+# normalised to zero.
+_FLAT = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 _INSTANCE_NORMS: dict[type[nn.Module], type[INSTANCENORM]] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
@@ -27,12 +31,17 @@ _INSTANCE_NORMS: dict[type[nn.Module], type[INSTANCENORM]] = {
 
 @register_module_validator([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def validate(module: BATCHNORM) -> list[ShouldReplaceModuleError]:
-    """An error: the module has to be replaced."""
+    """An error: the module has to be replaced, or put in eval mode if it is frozen."""
+    cure = "ModuleValidator.fix() replaces it by GroupNorm"
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        cure = "as it is frozen, put it in eval mode (again after each model.train()); " + cure
+        cure += " if it is trainable"
     return [
         ShouldReplaceModuleError(
             "BatchNorm normalises each sample by the others in its batch, so there is no "
             "gradient of one sample by itself, and it keeps averages of private data without "
-            "noise; ModuleValidator.fix() replaces it by GroupNorm"
+            f"noise; {cure}"
         )
     ]
 
@@ -50,8 +59,9 @@ def fix(
     Args:
         module: The BatchNorm.
         replace_bn_with_in: Whether to use InstanceNorm, without parameters.
-        num_groups: Number of groups of a GroupNorm; the greatest common divisor of 32 and
-            the number of channels if not given.
+        num_groups: Number of groups of a GroupNorm; if not given, the greatest common divisor
+            of 32 and the number of channels, for a BatchNorm1d or SyncBatchNorm half of it where
+            a group would be one channel.
         kwargs: None are known.
 
     Raises:
@@ -81,7 +91,7 @@ def _instance_norm(module: BATCHNORM) -> INSTANCENORM:
 
 def _group_norm(module: BATCHNORM, num_groups: int | None) -> nn.GroupNorm:
     channels = module.num_features
-    groups = math.gcd(MAX_GROUPS, channels) if num_groups is None else num_groups
+    groups = _default_groups(module) if num_groups is None else num_groups
     if groups <= 0 or channels % groups:
         raise ValueError(
             f"num_groups={groups} must divide the {channels} channels of the BatchNorm"
@@ -91,3 +101,18 @@ def _group_norm(module: BATCHNORM, num_groups: int | None) -> nn.GroupNorm:
         getattr(new, name).requires_grad_(parameter.requires_grad)
     example = next(module.parameters(), module.running_mean)
     return new if example is None else new.to(device=example.device, dtype=example.dtype)
+
+
+def _default_groups(module: BATCHNORM) -> int:
+    channels = module.num_features
+    groups = math.gcd(MAX_GROUPS, channels)
+    if groups < channels or not isinstance(module, _FLAT):
+        return groups
+    if channels == 1:
+        warnings.warn(
+            f"{module} is replaced by a GroupNorm of one channel, which turns an input [B, 1] into "
+            "zeros: remove it if that is its input ([B, 1, length] is fine)",
+            stacklevel=2,
+        )
+        return 1
+    return groups // 2  # a power of two, as all divisors of 32 are

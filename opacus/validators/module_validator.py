@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from opacus.core.rules.mixing import mixes_samples
 from opacus.utils.module_utils import clone_module, requires_grad
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from opacus.validators.tying import Ties
@@ -45,9 +46,9 @@ class ModuleValidator:
         """Find everything in ``module`` that cannot be trained with differential privacy.
 
         Modules without trainable parameters are passed over, as their gradients are not
-        needed. A BatchNorm among them that normalises by the batch is not an error, as
-        in Opacus, but it lets samples into each other's gradients and keeps statistics of
-        them without noise: a warning says so.
+        needed, but for norms that mix samples all the same: a BatchNorm that normalises by
+        the batch lets samples into each other's gradients, and keeps statistics of them
+        without noise. A frozen one in eval mode, with running statistics, is fine.
 
         Args:
             module: The model, in training mode.
@@ -69,12 +70,8 @@ class ModuleValidator:
             )
         for name, submodule in module.named_modules():
             validator = _lookup(cls.VALIDATORS, submodule)
-            if validator is None:
-                continue
-            if requires_grad(submodule, recurse=True) or _keeps_statistics(submodule):
+            if validator is not None and _matters(submodule):
                 errors += [_named(error, name, submodule) for error in validator(submodule)]
-            elif _mixes_samples(submodule):
-                _warn_of_mixing(name, submodule)
         if strict and errors:
             raise UnsupportedModuleError(errors)
         return errors
@@ -90,8 +87,9 @@ class ModuleValidator:
 
         LSTM, GRU, RNN and MultiheadAttention become equivalent layers with the same
         weights; BatchNorm becomes GroupNorm, which computes something else and starts
-        afresh. Device, dtype, training mode, ``requires_grad`` and which parameters are
-        tied to each other are kept. Build the optimizer afterwards, on the copy.
+        afresh. A BatchNorm whose parameters are all frozen and which has running statistics
+        stays: put it in eval mode. Device, dtype, training mode, ``requires_grad`` and which
+        parameters are tied to each other are kept. Build the optimizer afterwards, on the copy.
 
         Args:
             module: The model; left as it is.
@@ -108,6 +106,7 @@ class ModuleValidator:
         """
         cls._check_options(kwargs)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+        lazy = lazy or [n for n, m in module.named_modules() if isinstance(m, LazyModuleMixin)]
         if lazy:
             raise ValueError(f"{lazy} have no values yet; run the model once before it is fixed")
         clone = clone_module(module)
@@ -150,7 +149,7 @@ class ModuleValidator:
         fixer = _lookup(cls.FIXERS, module, same_forward=True)
         if fixer is None or is_parametrized(module):
             return None
-        if not requires_grad(module, recurse=True) and not _keeps_statistics(module):
+        if not _matters(module) or _is_frozen_for_eval(module):
             return None
         new = fixer(module, **{k: v for k, v in options.items() if _takes(fixer, k)})
         if new is module:
@@ -188,24 +187,16 @@ def _shown(name: str, module: nn.Module) -> str:
     return f"{repr(name) if name else 'the model itself'} ({type(module).__name__})"
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether a norm without parameters would still store averages of private data."""
-    tracks = module.training and getattr(module, "track_running_stats", False)
-    return tracks and not isinstance(module, _BatchNorm)
+def _matters(module: nn.Module) -> bool:
+    """Whether the module is trained, or mixes samples without being trained."""
+    return requires_grad(module, recurse=True) or mixes_samples(module)
 
 
-def _mixes_samples(module: nn.Module) -> bool:
-    """Whether a sample's output depends on the others in its batch."""
-    return isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
-
-
-def _warn_of_mixing(name: str, module: nn.Module) -> None:
-    warnings.warn(
-        f"{_shown(name, module)} has no trainable parameters, but normalises by statistics of "
-        "the batch: the gradient of a sample then depends on the others, and differential "
-        "privacy does not hold. Put it in eval mode or replace it",
-        stacklevel=4,
-    )
+def _is_frozen_for_eval(module: nn.Module) -> bool:
+    """Whether eval mode is the cure: what it has learned in its statistics stays of use."""
+    parameters = list(module.parameters())
+    frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
+    return frozen and isinstance(module, _BatchNorm) and module.running_mean is not None
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.adaptive import private_fraction
-from opacus.core.layout import Single
+from opacus.core.ranks.layout import Single
+from opacus.core.step.adaptive import private_fraction
 from opacus.data_loader import DPDataLoader, switch_generator
 from opacus.utils import uniform_sampler
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -268,7 +268,7 @@ def test_an_ordinary_backward_pass() -> None:
 
 def test_what_is_made_when_opacus_is_imported_lies_on_the_cpu() -> None:
     code = (
-        "import torch; torch.set_default_device('meta'); import opacus.core.tap as tap; "
+        "import torch; torch.set_default_device('meta'); import opacus.core.record.tap as tap; "
         "print(tap.ANCHOR.device)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core import noise as noise_module
+from opacus.core.privacy import noise as noise_module
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint, read_extra
 from opacus.schedulers import StepNoise

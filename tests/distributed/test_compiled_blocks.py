@@ -21,7 +21,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "two passes": {"grad_sample_mode": "ghost_fsdp"},
     "replicated": {"grad_sample_mode": "ghost_fsdp_bk", "data_layout": "replicated"},
     "empty ranks": {"grad_sample_mode": "ghost_fsdp_bk"},
-    "exchanged": {"grad_sample_mode": "ghost_fsdp_bk"},
 }
 
 
@@ -89,8 +88,6 @@ def summed(rank: int, world_size: int, way: str, compiled: bool) -> tuple[list[T
         poisson_sampling=False,
         **options,
     )
-    if way == "exchanged":
-        model.stored_shards = "always"
     rows = mine(rank, world_size, way)
     for _ in range(2):
         optimizer.zero_grad()

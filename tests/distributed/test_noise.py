@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.ranks.layout import Sharded, Single, TensorParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
 
@@ -101,23 +102,103 @@ def check_noise(
 
 
 def draw_on_mesh(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """HSDP: noise of a (replicate, shard) mesh; local part and number of elements drawn."""
+    """HSDP: noise of a (replicate, shard) mesh; local part and all of it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from opacus.core.noise import ShardedNoise
 
     torch.manual_seed(rank)  # even with different seeds, replicas must agree
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reference = distribute_tensor(torch.zeros(7, 50), mesh, [Replicate(), Shard(0)])
-    noise = ShardedNoise(None, False).draw(1.0, reference)
+    noise: Any = Sharded().noise(1.0, reference)
     assert noise.shape == reference.shape and noise.to_local().shape == reference.to_local().shape
     return noise.to_local(), noise.full_tensor()
 
 
 def test_hsdp_replicas_draw_the_same_and_shards_do_not() -> None:
-    results = run_distributed(draw_on_mesh, 4)
+    results = run_distributed(draw_on_mesh, 4, timeout=200)
     torch.testing.assert_close(results[0][0], results[2][0], rtol=0, atol=0)
     torch.testing.assert_close(results[1][0], results[3][0], rtol=0, atol=0)
     assert correlation(results[0][0][:3], results[1][0][:3]) < 0.4  # 150 draws
-    assert dist.is_available()
+
+
+# --- one seed, any number of ranks ---
+
+
+TWELVE = (12, 16)
+SHAPES = {"0.weight": (13, 10), "0.bias": (7,), "1.weight": (10, 16), "scale": (1,)}
+
+
+def names_and_zeros(make: Callable[[str], Tensor]) -> tuple[list[str], list[Tensor]]:
+    return list(SHAPES), [make(name) for name in SHAPES]
+
+
+def noise_of_layout(layout: Single, make: Callable[[str], Tensor], steps: int = 2) -> Tensor:
+    """All noise of some steps, each parameter whole: what it is added to is zero."""
+    drawn = []
+    for _ in range(steps):
+        names, zeros = names_and_zeros(make)
+        dtypes = [torch.float32] * len(zeros)
+        for t in layout.noised(1.0, zeros, dtypes, in_place=True, names=names):
+            drawn.append((t.full_tensor() if isinstance(t, DTensor) else t).flatten())
+    return torch.cat(drawn)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def one_process() -> Tensor:
+    return noise_of_layout(Single(generator()), lambda name: torch.zeros(SHAPES[name]))
+
+
+def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
+    """The same noise on meshes of several kinds, uneven and empty shards included."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    torch.manual_seed(rank)
+
+    def split(mesh: Any, placements: Callable[[str], Any]) -> Callable[[str], Tensor]:
+        def make(name: str) -> Tensor:
+            return distribute_tensor(torch.zeros(SHAPES[name]), mesh, placements(name))
+
+        return make
+
+    found = {}
+    seed = generator() if rank == 0 else torch.Generator().manual_seed(99)  # rank 0's counts
+    line = init_device_mesh("cpu", (world_size,))
+    found["rows"] = noise_of_layout(Sharded(seed), split(line, lambda name: [Shard(0)]))
+    columns = split(line, lambda name: [Shard(1 if name == "1.weight" else 0)])
+    found["columns"] = noise_of_layout(TensorParallel(generator()), columns)
+    plain = noise_of_layout(TensorParallel(generator()), lambda name: torch.zeros(SHAPES[name]))
+    found["held whole"] = plain
+    if world_size == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        hybrid = split(square, lambda name: [Replicate(), Shard(0)])
+        found["HSDP"] = noise_of_layout(Sharded(generator()), hybrid)
+        both = {
+            "0.weight": (Shard(0), Shard(1)),
+            "1.weight": (_StridedShard(0, split_factor=2), Shard(0)),
+        }
+        of = split(square, lambda name: both.get(name, (Shard(0), Replicate())))
+        SHAPES["1.weight"] = TWELVE  # torch deals uneven strided shards out otherwise
+        try:
+            found["TP x FSDP"] = noise_of_layout(Sharded(generator()), of)
+        finally:
+            SHAPES["1.weight"] = (10, 16)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_seed_gives_the_same_noise_on_any_number_of_ranks(world_size: int) -> None:
+    want = one_process()
+    assert want.std() > 0.9
+    for found in run_distributed(noise_on_ranks, world_size, timeout=200):
+        for kind, got in found.items():
+            if kind == "TP x FSDP":
+                SHAPES["1.weight"] = TWELVE
+                torch.testing.assert_close(got, one_process(), rtol=0, atol=0)
+                SHAPES["1.weight"] = (10, 16)
+            else:
+                torch.testing.assert_close(got, want, rtol=0, atol=0, msg=kind)

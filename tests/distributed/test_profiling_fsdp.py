@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.profiling import (
+from opacus.core.platform.profiling import (
     ALL_REDUCE,
     CLIP_FACTORS,
     FIRST_BACKWARD,

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.recovery import Recovery
-from opacus.core.reduction import ShardedSink
+from opacus.core.ranks.recovery import Recovery
+from opacus.core.ranks.reduction import ShardedSink
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import DistributedTestError, progress, run_distributed
 

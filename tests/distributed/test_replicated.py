@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.strategy import Phase
+from opacus.core.sums.strategy import Phase
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests import oracle

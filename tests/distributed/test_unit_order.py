@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.meeting import Meetings
-from opacus.core.unit_order import UnitOrder
+from opacus.core.ranks.meeting import Meetings
+from opacus.core.ranks.unit_order import UnitOrder
 from tests.distributed_utils import DistributedTestError, progress, run_distributed
 
 

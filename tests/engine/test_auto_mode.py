@@ -196,7 +196,7 @@ def test_explain_says_which_mode_and_why_and_then_the_plan() -> None:
 def test_where_two_backward_passes_were_chosen_there_is_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("opacus.core.auto._memory_of", lambda device: 100)
+    monkeypatch.setattr("opacus.core.step.auto._memory_of", lambda device: 100)
     module = net()
     module[0].gradient_checkpointing = True
     model = private(module)[0]

@@ -16,10 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.layout import DataParallel
+from opacus.core.ranks.layout import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import progress, run_distributed
+
+pytestmark = pytest.mark.usefixtures("reproducible")
 
 SEED = 5
 NEW_SEED = "has a new seed from the operating system"
@@ -41,6 +43,7 @@ class Run:
     def __init__(
         self, module: nn.Module, mode: str, own: bool = True, secure: bool = False
     ) -> None:
+        torch.manual_seed(SEED)
         self.engine = PrivacyEngine(accountant="rdp", secure_mode=secure)
         made: Any = self.engine.make_private(
             module=module,
@@ -54,8 +57,6 @@ class Run:
         )
         self.module, self.optimizer = made[0], made[1]
         self.loss = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
-        if not own:
-            torch.manual_seed(SEED)
 
     def train(self, steps: int) -> list[Tensor]:
         """All noise that the steps had."""

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core import compiled_tap
-from opacus.core.recorder import Recorder
+from opacus.core.record import compiled as compiled_tap
+from opacus.core.record.recorder import Recorder
 from tests.engine.test_modes_match_oracle import assert_close
 from tests.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
 

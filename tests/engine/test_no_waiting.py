@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core import one_pass, strategy
-from opacus.core.kernels import reference
+from opacus.core.kernels.norms import reference
+from opacus.core.sums import one_pass, strategy
 from opacus.optimizers import utils
 from tests.core.rules.dispatched import Dispatched
 from tests.distributed_utils import run_distributed

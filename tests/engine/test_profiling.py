@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core import profiling
-from opacus.core.profiling import (
+from opacus.core.platform import profiling
+from opacus.core.platform.profiling import (
     CLIP_AND_SUM,
     CLIP_FACTORS,
     FIRST_BACKWARD,

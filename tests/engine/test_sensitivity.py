@@ -90,7 +90,7 @@ def test_one_of_many_samples_changes_the_sum_by_at_most_c(dtype: torch.dtype, bo
 def test_sums_of_a_single_backward_are_not_rounded_under_autocast(
     store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opacus.core.planner.Planner.stores", lambda planner, record: store)
+    monkeypatch.setattr("opacus.core.sums.planner.Planner.stores", lambda planner, record: store)
     rows = 512
     torch.manual_seed(0)
     inputs = (torch.randn(1, 64) + 0.1 * torch.randn(rows, 64)).mul(10)

@@ -16,7 +16,7 @@ from memory_test.benchmarks.step_check import small_checks
 from memory_test.benchmarks.step_timing import Plan, Taken, measure_cell
 from memory_test.common.failures import EXIT_FAILED, EXIT_MEMORY, EXIT_USAGE, UsageError
 from memory_test.common.launch import Runtime
-from opacus.core.modes import MODES
+from opacus.core.step.modes import MODES
 from tests.memory_test.scripts import MEMORY_TEST, run
 
 STEPS = MEMORY_TEST / "benchmarks" / "steps.py"
@@ -91,7 +91,7 @@ def test_modes_of_one_process_pass(tmp_path, mode):
 
 
 def test_a_mode_with_wrong_factors_is_refused(tmp_path, monkeypatch, capsys):
-    from opacus.core.clipping import Clipped, clip_flat
+    from opacus.core.privacy.clipping import Clipped, clip_flat
 
     def twice(norms, bound):
         right = clip_flat(norms, bound)
@@ -111,7 +111,7 @@ def test_a_mode_with_wrong_factors_is_refused(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_a_mode_with_wrong_norms_is_refused(monkeypatch, mode):
-    from opacus.core import norms
+    from opacus.core.norms import ledger as norms
 
     inner = norms.NormLedger.finish
 

@@ -42,8 +42,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch_norm_2d": partial(nn.BatchNorm2d, 64),
     "batch_norm_3d": partial(nn.BatchNorm3d, 6),
     "batch_norm_odd": partial(nn.BatchNorm2d, 7),
-    "batch_norm_no_affine": partial(nn.BatchNorm2d, 8, affine=False),
-    "batch_norm_frozen": lambda: frozen(nn.BatchNorm2d(8)),
     "sync_batch_norm": partial(nn.SyncBatchNorm, 16),
     "group_norm": partial(nn.GroupNorm, 2, 8),
     "layer_norm": partial(nn.LayerNorm, 8),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memory_test.benchmarks import tables
-from opacus.core.strategy import default_budget
+from opacus.core.sums.strategy import default_budget
 from opacus.scale import MODES, SHAPES, LlamaShape, Rates, Run, predict, rates_of, shape_of
 from opacus.scale.__main__ import main
 from opacus.scale.held import held_bytes

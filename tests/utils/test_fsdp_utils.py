@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.sharded import is_fsdp
+from opacus.core.platform.sharded import is_fsdp
 from opacus.layers import DPLSTM
 from opacus.layers.dp_rnn import RNNLinear
 from opacus.utils.fsdp_utils import FSDP2Wrapper

@@ -59,10 +59,27 @@ def test_attention_keeps_its_function(options: dict) -> None:
     [(1, 1), (3, 1), (4, 4), (16, 16), (20, 4), (32, 32), (33, 1), (48, 16), (64, 32), (100, 4)],
 )
 def test_default_number_of_groups(channels: int, groups: int) -> None:
-    for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+    for norm in (nn.BatchNorm2d, nn.BatchNorm3d):
         fixed = ModuleValidator.fix(norm(channels, eps=1e-3))
         assert type(fixed) is nn.GroupNorm
         assert (fixed.num_groups, fixed.num_channels, fixed.eps) == (groups, channels, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"),
+    [(2, 1), (3, 1), (4, 2), (16, 8), (20, 4), (32, 16), (33, 1), (48, 16), (64, 32), (100, 4)],
+)
+def test_groups_where_a_channel_may_be_one_value(channels: int, groups: int) -> None:
+    for norm in (nn.BatchNorm1d, nn.SyncBatchNorm):
+        fixed = ModuleValidator.fix(norm(channels, eps=1e-3))
+        assert (fixed.num_groups, fixed.num_channels, fixed.eps) == (groups, channels, 1e-3)
+        assert fixed(torch.randn(8, channels)).abs().amax() > 0.5  # nothing is erased
+    assert ModuleValidator.fix(nn.BatchNorm1d(channels), num_groups=channels).num_groups == channels
+
+
+def test_a_single_channel_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"BatchNorm1d\(1, .* zeros"):
+        assert ModuleValidator.fix(nn.BatchNorm1d(1)).num_groups == 1
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -166,6 +183,17 @@ def test_frozen_parameters_stay_frozen() -> None:
 def test_frozen_modules_are_not_replaced() -> None:
     model = nn.Sequential(nn.LSTM(4, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     assert [type(m) for m in ModuleValidator.fix(model)] == [nn.LSTM, nn.BatchNorm1d]
+
+
+def test_norms_over_the_batch_without_parameters_are_replaced() -> None:
+    for norm in (
+        nn.BatchNorm1d(4, affine=False),
+        nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+        nn.BatchNorm2d(4, track_running_stats=False).requires_grad_(False),
+    ):
+        fixed = ModuleValidator.fix_and_validate(nn.Sequential(nn.Linear(4, 4), norm))
+        assert type(fixed[1]) is nn.GroupNorm and fixed[1].affine == norm.affine
+        assert not any(p.requires_grad for p in fixed[1].parameters())
 
 
 def test_fixed_models_train() -> None:

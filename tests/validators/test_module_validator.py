@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from opacus.grad_sample import GradSampleModule
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators import (
     ModuleValidator,
@@ -114,12 +115,29 @@ def test_running_statistics_are_refused(affine: bool) -> None:
         lambda: nn.BatchNorm2d(4, affine=False),
         lambda: nn.BatchNorm2d(4).requires_grad_(False),
         lambda: nn.BatchNorm2d(4, affine=False, track_running_stats=False).eval(),
+        lambda: nn.BatchNorm1d(4, track_running_stats=False).requires_grad_(False).eval(),
+        lambda: nn.SyncBatchNorm(4, affine=False),
+        lambda: nn.LazyBatchNorm3d(affine=False),
     ],
 )
-def test_frozen_norms_over_the_batch_are_warned_of(norm) -> None:
+def test_norms_over_the_batch_are_refused_without_trainable_parameters(norm) -> None:
     model = Outer(norm())
-    with pytest.warns(UserWarning, match=r"'blocks.0.1' \(BatchNorm2d\) has no trainable"):
-        assert ModuleValidator.is_valid(model)
+    name = type(model.blocks[0][1]).__name__
+    (error,) = ModuleValidator.validate(model)
+    assert type(error) is ShouldReplaceModuleError
+    assert str(error).startswith(f"'blocks.0.1' ({name}): ")
+    with pytest.raises(NotImplementedError, match=r"blocks\.0\.1: " + name):
+        GradSampleModule.validate(model, strict=True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_frozen_norm_is_told_to_be_put_in_eval_mode(trained: bool) -> None:
+    model = Outer(nn.BatchNorm2d(4).requires_grad_(trained))
+    (error,) = ModuleValidator.validate(model)
+    assert ("eval mode" in str(error)) != trained
+    model.blocks[0][1].eval()
+    assert ModuleValidator.is_valid(model) != trained
+    assert bool(GradSampleModule.validate(model)) == trained
 
 
 def test_partly_frozen_modules_are_refused() -> None:
@@ -159,6 +177,8 @@ def test_parametrized_modules_are_not_replaced() -> None:
 def test_uninitialised_modules_are_refused_by_fix() -> None:
     with pytest.raises(ValueError, match=r"'blocks.0.1.weight', .* run the model once"):
         ModuleValidator.fix(Outer(nn.LazyBatchNorm2d()))
+    with pytest.raises(ValueError, match=r"'blocks.0.1'.* run the model once"):
+        ModuleValidator.fix(Outer(nn.LazyBatchNorm2d(affine=False)))
 
 
 def test_registering_validators_and_fixers() -> None:

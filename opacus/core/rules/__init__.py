@@ -17,7 +17,7 @@ from opacus.core.rules.normalisation import (
     RMSNormRule,
 )
 from opacus.core.rules.sequence_bias import SequenceBiasRule
-from opacus.core.spec import layer_kind
+from opacus.core.rules.spec import layer_kind
 
 __all__ = [
     "HUGGING_FACE_RMS_NORMS",

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.kernels.reference import sum_of_squares, wide_dtype
-from opacus.core.kernels.suite import REFERENCE, NormKernels
-from opacus.core.spec import LayerSpec
+from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype
+from opacus.core.kernels.norms.suite import REFERENCE, NormKernels
+from opacus.core.rules.grouping import regroup_tokens
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
 
 # Activations and backprops of one use of a layer.
 Use = tuple[Any, Any]
@@ -124,6 +126,35 @@ class LayerRule:
         return isinstance(activations, tuple) and all(
             a.dim() > 0 and a.shape[0] == batch for a in activations
         )
+
+    def regroup(
+        self, spec: LayerSpec, activations: Any, backprops: Any, units: Units
+    ) -> Use | None:
+        """The same use with all rows of unit u in row u.
+
+        Returns:
+            Activations and backprops ``[n, ...]``, or ``None`` where the layer has no dimension
+            that they could be put in: then gradients of rows are formed and summed.
+
+        Raises:
+            ValueError: Rows of nobody have a gradient, or there are several units in a row.
+        """
+        features = self.token_features(spec)
+        if features is None:
+            return None
+        try:
+            x, g = regroup_tokens(activations[0], backprops, units, features)
+        except ValueError as error:
+            raise unsupported(spec, activations, backprops, str(error)) from None
+        return (x,), g
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
+        """Where gradients are sums over all but some last dimensions of input and output.
+
+        Returns:
+            The numbers of those last dimensions, or ``None`` for a layer of another kind.
+        """
+        return None
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         """Several uses of the layer as one whose gradient is the sum of theirs.

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 import torch.nn.grad as nn_grad
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import (
+from opacus.core.kernels.norms.reference import (
     CHUNK_ELEMENTS,
     sum_of_squares,
     widen,
 )
 from opacus.core.rules.base import LayerRule, Use, pad_rows, scale_rows, unsupported
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 # Elements of a CPU's vector, in fp32, and of half a vector.
 VECTOR, HALF_VECTOR = 16, 8
@@ -48,6 +48,10 @@ class ConvRule(LayerRule):
             "padding": _padding(module),
             "mode": _PADDING_MODES[module.padding_mode],
         }
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        rank = 1 + len(spec.options["kernel"])  # rows of a unit are so many uses, joined
+        return rank, rank
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
@@ -115,12 +119,12 @@ class ConvRule(LayerRule):
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         """One more dimension, after the batch, where all uses have the same shape."""
-        xs, gs = [a[0] for a, _ in uses], [g for _, g in uses]
-        if len({x.shape[1:] for x in xs}) > 1:
+        pairs = [_uses(spec, *use) for use in uses]
+        if len({x.shape[2:] for x, _ in pairs}) > 1:
             return None
-        rows = max(len(x) for x in xs)
-        x = torch.stack([pad_rows(x, rows) for x in xs], dim=1)
-        return (x,), torch.stack([pad_rows(g, rows) for g in gs], dim=1)
+        rows = max(len(x) for x, _ in pairs)
+        x = torch.cat([pad_rows(x, rows) for x, _ in pairs], dim=1)
+        return (x,), torch.cat([pad_rows(g, rows) for _, g in pairs], dim=1)
 
 
 _CONV_WEIGHT = {

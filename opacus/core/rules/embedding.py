@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import distinct_pairs, table_norm_sq, wide_dtype, widen
+from opacus.core.kernels.norms.reference import distinct_pairs, table_norm_sq, wide_dtype, widen
 from opacus.core.rules.base import (
     LayerRule,
     Use,
@@ -17,7 +17,7 @@ from opacus.core.rules.base import (
     tokens_of,
     unsupported,
 )
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 
 class _TableRule(LayerRule):
@@ -48,6 +48,9 @@ class EmbeddingRule(_TableRule):
 
     def features(self, spec: LayerSpec) -> int:
         return 1
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        return 0, 1
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         assert isinstance(module, nn.Embedding)

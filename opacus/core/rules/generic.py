@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opacus.core.platform.sharded import is_fsdp
 from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
-from opacus.core.sharded import is_fsdp
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 Tensors = tuple[Tensor, ...]
 # A module as a function of its own trainable parameters; gives its tensor outputs.
@@ -37,6 +37,15 @@ class Call:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     batch_dim: int = 0
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int
+    ) -> Call:
+        """A call with ``module``'s own tensors of now."""
+        parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
+        buffers = {n: b for n, b in module._buffers.items() if b is not None}
+        return cls(args, kwargs, parameters, buffers, batch_dim)
 
     def split(self, batch: int) -> tuple[list[Any], list[int]]:
         """Find the samples in the arguments.

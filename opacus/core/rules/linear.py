@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.reference import wide_bmm, wide_dtype
-from opacus.core.profiling import layers
+from opacus.core.kernels.norms.reference import wide_bmm, wide_dtype
+from opacus.core.platform.profiling import layers
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 
 class LinearRule(LayerRule):
@@ -21,6 +21,9 @@ class LinearRule(LayerRule):
 
     def features(self, spec: LayerSpec) -> int:
         return 1
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        return 1, 1
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opacus.core.kernels.reference import widen
+from opacus.core.kernels.norms.reference import widen
 from opacus.core.rules.base import LayerRule, Use, join_tokens, tokens_of, unsupported
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 
 class TrailingNormRule(LayerRule):
@@ -21,6 +21,10 @@ class TrailingNormRule(LayerRule):
 
     def features(self, spec: LayerSpec) -> int:
         return max((len(shape) for shape in spec.shapes.values()), default=1)
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        dims = len(spec.options["shape"])
+        return dims, dims
 
     def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
         """``x_hat``, in the dtype of ``x``."""

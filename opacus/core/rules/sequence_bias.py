@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opacus.core.rules.base import LayerRule, unsupported
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 
 class SequenceBiasRule(LayerRule):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.platform.sharded import is_dtensor
 from opacus.core.rules.base import LayerRule, Use
 from opacus.core.rules.linear import LinearRule
-from opacus.core.sharded import is_dtensor
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

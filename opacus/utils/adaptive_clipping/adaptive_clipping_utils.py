@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from opacus.core.adaptive import Quantile, centred_count, private_fraction, spend_on_count
+from opacus.core.step.adaptive import Quantile, centred_count, private_fraction, spend_on_count
 from opacus.privacy_engine import PrivacyEngine
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opacus.core.kernels import operands
+from opacus.core.kernels.host import operands
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.clipping import EPSILON
-from opacus.core.kernels import choice, reference
+from opacus.core.kernels.norms import choice, reference
+from opacus.core.privacy.clipping import EPSILON
 from tests.core.kernels.cancelling import KINDS, LEFT, exact, pair, share
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from tests.core.kernels import fake_driver
 
 driver.set_active(fake_driver.NoDevice())
-from opacus.core.kernels import hopper
+from opacus.core.kernels.norms import hopper
 
 x, partial = torch.zeros(2, 128, 512, dtype=torch.bfloat16), torch.zeros(8)
 if sys.argv[1] == "width":

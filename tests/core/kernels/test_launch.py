@@ -24,8 +24,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from opacus.core.kernels import launch
-from opacus.core.kernels.launch import Variant
+from opacus.core.kernels.host import launch
+from opacus.core.kernels.host.launch import Variant
 from tests.core.kernels import fake_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:triton")
@@ -206,9 +206,18 @@ import sys, torch
 from triton.runtime import driver
 from tests.core.kernels import fake_driver
 driver.set_active(fake_driver.NoDevice())
-from opacus.core.kernels import gaussian_triton, hopper, linear_gram, linear_width, operands
-from opacus.core.kernels import rows, scaled_rows_triton, table, weighted_sum_triton
-from opacus.core.kernels.launch import JITFunction
+from opacus.core.kernels.noise import gaussian_triton
+from opacus.core.kernels.norms import hopper
+from opacus.core.kernels.norms import gram as linear_gram
+from opacus.core.kernels.norms import width as linear_width
+from opacus.core.kernels.host import operands
+from opacus.core.kernels.norms import bias_and_affine as rows
+from opacus.core.kernels.sums import scaled_rows_triton
+from opacus.core.kernels.norms import embedding as table
+from opacus.core.kernels.sums import weighted_sum_triton
+from opacus.core.kernels.noise.gaussian import Draw
+from opacus.core.kernels.host.launch import JITFunction
+from opacus.core.kernels.noise.regions import Region, whole
 
 buffer, uploads = torch.zeros(1 << 16), {}
 operands.blank = lambda shape, device: buffer[:torch.Size(shape).numel()].view(shape)
@@ -223,7 +232,8 @@ sort = ids.sort(dim=1)
 torch.Tensor.sort = lambda *_, **__: sort
 torch.Tensor.long = lambda self: self
 skip = f > 2
-key, sums = ids[0, :1], [weighted_sum_triton.Sum(a, f, 0, a[0].numel())]
+sums = [weighted_sum_triton.Sum(a, f, 0, a[0].numel())]
+shard = [Draw(a, a, region, bytes(range(32))) for region in (whole(8192), Region(3, 60, 6, 9))]
 cases = {
     "width": lambda: linear_width.norm_sq(a, g, tile=linear_width.TILES[2]),
     "gram": lambda: linear_gram.norm_sq(a, g, tile=linear_gram.TILES[2]),
@@ -234,7 +244,8 @@ cases = {
     "embedding": lambda: table.embedding_norm_sq(ids, odd),
     "scaled": lambda: scaled_rows_triton.launch(a, f, skip),
     "sum": lambda: weighted_sum_triton.launch(sums, None, buffer, 16),
-    "noise": lambda: gaussian_triton.launch(1, [a], [a], key),
+    "noise": lambda: gaussian_triton.launch(1, shard, 7),
+    "secure noise": lambda: gaussian_triton.launch(1, shard, 7, 0.5),
 }
 if "hopper" in sys.argv:
     cases |= {

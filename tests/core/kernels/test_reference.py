@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opacus.core.kernels import reference
+from opacus.core.kernels.norms import reference
 
 SMALL = [1, 3, 20, 57, 1 << 26]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opacus.core.kernels import reference
+from opacus.core.kernels.norms import reference
 from tests.core.rules.dispatched import largest_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opacus.core.kernels.scaled_rows import Masking
+from opacus.core.kernels.sums.scaled_rows import Masking
 
 EXCLUDED = torch.tensor([False, True, False])
 

@@ -11,8 +11,10 @@ from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, 
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import linear_direct, linear_gram, operands, reference, table
-    from opacus.core.kernels.operands import Tile
+    from opacus.core.kernels.host import operands
+    from opacus.core.kernels.host.operands import Tile
+    from opacus.core.kernels.norms import direct, embedding, reference
+    from opacus.core.kernels.norms import gram as linear_gram
 
 # The copy engine reads the even ones; the others are read through pointers.
 SHAPES = [(3, 70, 136, 72), (4, 10, 33, 17)]
@@ -71,13 +73,13 @@ def test_every_tile_size() -> None:
 
 def test_strides_and_few_programs(monkeypatch) -> None:
     a, g = case(KINDS[0], (3, 70, 136, 200), torch.float32)
-    monkeypatch.setattr(linear_direct, "PROGRAMS", 1)
-    linear_direct._pair_plan.cache_clear()
+    monkeypatch.setattr(direct, "PROGRAMS", 1)
+    direct._pair_plan.cache_clear()
     strided = a.transpose(1, 2).contiguous().transpose(1, 2)
     check(linear_gram.norm_sq(strided, g), a, g)
     partial = torch.zeros(2, 3, 1, device=DEVICE)
-    check(linear_direct.settle(strided, g, None, partial), a, g)
-    linear_direct._pair_plan.cache_clear()
+    check(direct.settle(strided, g, None, partial), a, g)
+    direct._pair_plan.cache_clear()
 
 
 def test_masked_tokens_may_be_nan() -> None:
@@ -98,7 +100,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_the_reference_on_a_gpu() -> None:
-    assert linear_direct.works(torch.device("cuda", 0))
+    assert direct.works(torch.device("cuda", 0))
     for dtype in DTYPES:
         a, g = case(KINDS[0], (3, 16, 512, 512), dtype)
         assert reference.gram_is_cheaper(16, 512, 512)
@@ -121,7 +123,7 @@ def test_lookups_that_cancel(dtype, weighted) -> None:
     table_grad = torch.zeros(4, 3, 300, dtype=torch.float64, device=DEVICE)
     table_grad.scatter_add_(1, ids[..., None].expand(own.shape), own)
     want = table_grad.square().sum((1, 2))
-    got = table.embedding_norm_sq(ids, g, None, mask)
+    got = embedding.embedding_norm_sq(ids, g, None, mask)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
     assert got[3] == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus.core.kernels import choice
+from opacus.core.kernels.norms import choice
 from opacus.grad_sample import triton_kernels
 from tests.core.kernels.triton_cases import (
     DEVICE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opacus.core.kernels import operands
+from opacus.core.kernels.host import operands
 from tests.core.kernels.triton_cases import (
     DEVICE,
     DTYPES,
@@ -21,7 +21,8 @@ from tests.core.kernels.triton_cases import (
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import linear_gram, linear_width
+    from opacus.core.kernels.norms import gram as linear_gram
+    from opacus.core.kernels.norms import width as linear_width
 
     MODULES = {"width": linear_width, "input_length": linear_gram}
 

@@ -21,8 +21,9 @@ from tests.core.kernels.triton_cases import (
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import linear_gram, linear_width
-    from opacus.core.kernels.operands import Tile
+    from opacus.core.kernels.host.operands import Tile
+    from opacus.core.kernels.norms import gram as linear_gram
+    from opacus.core.kernels.norms import width as linear_width
 
     MODULES = {"width": linear_width, "input_length": linear_gram}
 

@@ -22,7 +22,8 @@ from tests.core.kernels.triton_cases import (
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import rows, table
+    from opacus.core.kernels.norms import bias_and_affine as rows
+    from opacus.core.kernels.norms import embedding as table
 
 SHAPES = [(2, 63, 123), (3, 1, 8), (2, 40, 72)]
 LARGE = [(4, 2048, 4096), (2, 1000, 5000), (64, 17, 768), (1, 4097, 8192), (2, 33, 16384)]

@@ -9,7 +9,7 @@ from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, 
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import scaled_rows_triton as kernel
+    from opacus.core.kernels.sums import scaled_rows_triton as kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opacus.core.kernels import weighted_sum
+from opacus.core.kernels.sums import weighted_sum
 from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, ON_GPU, draw
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels import weighted_sum_triton as kernel
-    from opacus.core.kernels.weighted_sum_triton import Sum
+    from opacus.core.kernels.sums import weighted_sum_triton as kernel
+    from opacus.core.kernels.sums.weighted_sum_triton import Sum
 
 # The second list cannot be read 16 bytes at a time.
 SIZES = [[8, 2048, 40000, 64], [5, 2049, 70001, 1]]

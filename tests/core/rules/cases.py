@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus.core.rules import LayerRule, rule_for
 from opacus.core.rules.generic import Call, GenericRule
-from opacus.core.spec import LayerSpec, make_spec
+from opacus.core.rules.spec import LayerSpec, make_spec
 from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.layers.dp_rnn import RNNLinear
 from tests import oracle
@@ -142,11 +142,16 @@ def observe(
         layer, lambda m, b: (m(b[0]) * b[1]).sum(), (inputs, backprops)
     )
     if not generic:
-        spec = make_spec("net.layer", layer)
+        spec = spec_of("net.layer", layer)
         return Observed(rule_for(layer), spec, (inputs,), backprops, want)
     rule = GenericRule(layer)
     spec = make_spec("net.layer", layer, rule.options(layer))
     return Observed(rule, spec, call_of(layer, inputs), backprops, want)
+
+
+def spec_of(name: str, layer: nn.Module) -> LayerSpec:
+    """The spec of a layer with the options that its own rule asks for."""
+    return make_spec(name, layer, rule_for(layer).options(layer))
 
 
 def call_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Call:

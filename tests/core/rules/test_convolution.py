@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus.core.rules import LayerRule, convolution
-from opacus.core.spec import LayerSpec
+from opacus.core.rules.spec import LayerSpec
 from tests.core.rules.cases import norm_sq, observe
 from tests.core.rules.dispatched import largest_bytes
 from tests.oracle import relative_error

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.record.layers import layers_of
 from opacus.core.rules import rule_for
-from opacus.core.spec import make_spec
-from tests.core.rules.cases import norm_sq, observe
+from tests.core.rules.cases import norm_sq, observe, spec_of
 from tests.core.rules.dispatched import Dispatched
 from tests.oracle import relative_error, weighted_sum
 
@@ -38,7 +38,7 @@ def test_repeated_rows_are_added_before_the_norm() -> None:
 def test_norms_of_a_large_table_need_little_memory_and_no_wait(kind: Any) -> None:
     rows, batch, tokens, d = 50_000, 8, 6, 4
     layer = kind(rows, d)
-    spec, rule = make_spec("", layer), rule_for(layer)
+    spec, rule = spec_of("", layer), rule_for(layer)
     ids = torch.randint(0, rows, (batch, tokens))
     backprops = torch.randn(batch, tokens, d) if kind is nn.Embedding else torch.randn(batch, d)
     with Dispatched() as seen:
@@ -50,17 +50,21 @@ def test_norms_of_a_large_table_need_little_memory_and_no_wait(kind: Any) -> Non
     assert formed.largest >= batch * rows * d * 4
 
 
+def model_of(name: str, layer: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"net": nn.ModuleDict({name: layer})})
+
+
 @pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_settings_that_mix_samples_are_refused(kind: Any, setting: dict[str, Any]) -> None:
+    mode = {"mode": "sum"} if kind is nn.EmbeddingBag else {}
     with pytest.raises(ValueError, match=rf"net\.table.*{kind.__name__}.*{next(iter(setting))}"):
-        make_spec("net.table", kind(4, 3, mode="sum", **setting) if kind is nn.EmbeddingBag
-                  else kind(4, 3, **setting))  # fmt: skip
+        layers_of(model_of("table", kind(4, 3, **setting, **mode)))
 
 
 def test_bags_by_maximum_are_refused() -> None:
     with pytest.raises(ValueError, match=r"net\.bag.*EmbeddingBag.*max"):
-        make_spec("net.bag", nn.EmbeddingBag(4, 3, mode="max"))
+        layers_of(model_of("bag", nn.EmbeddingBag(4, 3, mode="max")))
 
 
 IDS = torch.tensor([1, 1, 3, 0, 2, 2, 2])
@@ -93,7 +97,7 @@ def test_bags_by_offsets(mode: str, last: bool, padding: int | None) -> None:
     want = bag_gradients(
         nn.EmbeddingBag(4, 3, mode=kind, padding_idx=padding).double(), backprops, weights
     )
-    rule, spec = rule_for(layer), make_spec("", layer)
+    rule, spec = rule_for(layer), spec_of("", layer)
     assert relative_error(rule.per_sample_grad(spec, given, backprops)["weight"], want) <= 1e-10
     assert relative_error(rule.norm_sq(spec, given, backprops)["weight"], norm_sq(want)) <= 1e-10
     factors = torch.rand(4, dtype=torch.float64)
@@ -104,7 +108,7 @@ def test_bags_by_offsets(mode: str, last: bool, padding: int | None) -> None:
 def test_bags_that_are_not_the_samples_are_named() -> None:
     layer = nn.EmbeddingBag(4, 3)
     with pytest.raises(ValueError, match=r"bag.*EmbeddingBag.*\[7\], \[4\].*\[5, 3\]"):
-        rule_for(layer).norm_sq(make_spec("bag", layer), (IDS, OFFSETS), torch.randn(5, 3))
+        rule_for(layer).norm_sq(spec_of("bag", layer), (IDS, OFFSETS), torch.randn(5, 3))
 
 
 def test_only_bags_of_equal_size_go_by_rows() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from opacus.core.rules import rule_for
 from opacus.core.rules.generic import Call, GenericRule
-from opacus.core.spec import LayerSpec, make_spec
+from opacus.core.rules.spec import LayerSpec, make_spec
 from tests import oracle
 from tests.core.rules.cases import CASES, call_of, norm_sq, observe
 from tests.oracle import relative_error

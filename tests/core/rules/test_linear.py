@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from opacus.core.rules import LinearRule, rule_for
-from opacus.core.spec import make_spec
-from tests.core.rules.cases import norm_sq, observe, vectors
+from tests.core.rules.cases import norm_sq, observe, spec_of, vectors
 from tests.oracle import relative_error
 
 
@@ -72,7 +71,7 @@ def test_joined_uses_without_tokens() -> None:
 def test_factors_are_not_rounded_before_they_are_applied(dtype: torch.dtype) -> None:
     """A factor rounded up would make every clipped gradient too long by as much."""
     layer = nn.Linear(2048, 2048, bias=False)
-    rule, spec = rule_for(layer), make_spec("", layer)
+    rule, spec = rule_for(layer), spec_of("", layer)
     eps = torch.finfo(dtype).eps
     factor = torch.tensor([(int(1.37 / eps) + 0.51) * eps])
     error = (factor.to(dtype).float() / factor - 1).item()

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from opacus.core.kernels.reference import sum_of_squares
+from opacus.core.kernels.norms.reference import sum_of_squares
 from opacus.core.rules import rule_for
-from opacus.core.spec import make_spec
-from tests.core.rules.cases import CASES, norm_sq, observe_case
+from tests.core.rules.cases import CASES, norm_sq, observe_case, spec_of
 from tests.oracle import relative_error, weighted_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Using padding='same'")]
@@ -64,7 +63,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 def test_long_lookups_do_not_wait_either() -> None:
     layer = nn.Embedding(1000, 16)
-    spec, rule = make_spec("", layer), rule_for(layer)
+    spec, rule = spec_of("", layer), rule_for(layer)
     ids = torch.randint(0, 1000, (4, 2048), device="cuda")
     backprops = torch.randn(4, 2048, 16, device="cuda")
     try:

@@ -6,17 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from opacus.accountants.analysis.rdp import DEFAULT_ORDERS, smallest_epsilon, total_rdp
 
-if TYPE_CHECKING:
-    from opacus.accountants.analysis.prv.prvs import PoissonSubsampledGaussianPRV
-
 # Losses that the grid reaches beyond what the bounds ask for.
 MARGIN = 3.0
+
+
+class Step(Protocol):
+    """One use of a mechanism: Gaussian noise on a Poisson sample."""
+
+    noise_multiplier: float
+    sample_rate: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Domain:
 
 
 def compute_safe_domain_size(
-    prvs: Sequence[PoissonSubsampledGaussianPRV],
+    prvs: Sequence[Step],
     max_self_compositions: Sequence[int],
     eps_error: float,
     delta_error: float,

@@ -1,0 +1,231 @@
+"""Composition of rounded privacy losses, exact far out in the tail.
+
+The composed loss near epsilon has a probability of about delta, which drowns in the rounding
+errors of a Fourier transform once delta is below 1e-12. So every loss y of a step is first tilted,
+its mass multiplied by e^(x y - K(x)). The tilted losses of all steps add up to about epsilon if x
+is the minimiser of Chernoff's bound; there they are transformed, multiplied, and tilted back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft  # type: ignore[import-untyped]
+
+from opacus.accountants.analysis.pld.pairs import Pair, Rounded, log_moment
+
+# Grid points of the window, at least and at most, and of one step.
+_LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**14, 2**21, 2**18
+# What rounding may add to epsilon, relative to it, unless that takes too many points.
+_INACCURACY = 1e-4
+# Part of delta that losses taken for infinite may use.
+_INFINITE = 1e-4
+# Tilted probability outside of the window by the table, and what is counted for it.
+_OUTSIDE, _OUTSIDE_COUNTED = math.log(1e-16), math.log(1e-10)
+# Tilts tried.
+_TILTS = np.geomspace(1e-7, 1e7, 57)
+# e^this is far from overflow.
+_LARGEST = 600.0
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`count` steps, each with a loss that is that of pair i with probability ``weights[i]``."""
+
+    pairs: tuple[Pair, ...]
+    weights: tuple[float, ...]
+    count: int
+
+
+class _Loss:
+    """The loss of one kind of step at some thousand points, to choose tilt and grid by."""
+
+    def __init__(self, losses: np.ndarray, masses: np.ndarray, count: int) -> None:
+        self.losses, self.masses, self.count = losses, masses, count
+
+    def log_moment(self, order: float) -> np.ndarray:
+        """Returns log moment, mean and variance of all `count` steps at a tilt, `[3]`."""
+        return self.count * np.array(log_moment(self.losses, self.masses, order))
+
+
+def composed_epsilon(steps: Sequence[Step], delta: float) -> float:
+    """Returns an epsilon of at least 0 that bounds the composed loss at `delta` from above.
+
+    Args:
+        steps: all steps of a run, for one direction of the neighbouring relation.
+        delta: strictly between 0 and 1.
+    """
+    total = sum(step.count for step in steps)
+    tail = max(_INFINITE * delta / total, 1e-290)
+    tables = [_table(step, tail) for step in steps]
+    order, bound = _best_tilt(tables, delta)
+    if not math.isfinite(bound):
+        return math.inf
+    low, high = _window(tables, order)
+    reach = max(float(table.losses[-1] - table.losses[0]) for table in tables)
+    largest = max(float(np.abs(table.losses[[0, -1]]).max()) for table in tables)
+    # Rounding to h adds at most h^2 / 4 to the variance of a step, h^2 / 6 as a rule, and half of
+    # (order + 1) times that to epsilon.
+    spacing = math.sqrt(12.0 * _INACCURACY * bound / (total * (order + 1.0)))
+    spacing = min(spacing, (high - low) / _LEAST_POINTS)
+    spacing = max(
+        spacing, (high - low) / _MOST_POINTS, reach / _MOST_OF_ONE, 1e-9 * largest, 1e-300
+    )
+    rounded = [_rounded(step, spacing, tail) for step in steps]
+    counts = [step.count for step in steps]
+    return _epsilon(rounded, counts, spacing, order, (low, high), delta)
+
+
+def _table(step: Step, tail: float) -> _Loss:
+    """Returns the loss of a step at some thousand points."""
+    tables = [pair.table(tail) for pair in step.pairs]
+    losses = np.concatenate([losses for _, losses, _ in tables])
+    weighted = zip(step.weights, tables, strict=True)
+    masses = np.concatenate([weight * masses for weight, (_, _, masses) in weighted])
+    return _Loss(losses, masses, step.count)
+
+
+def _rounded(step: Step, spacing: float, tail: float) -> Rounded:
+    """Returns the loss of one step on the grid, a mixture of those of its pairs."""
+    parts = [pair.rounded(spacing, tail) for pair in step.pairs]
+    first = min(part.first for part in parts)
+    masses = np.zeros(max(part.first + len(part.masses) for part in parts) - first)
+    infinite = 0.0
+    for part, weight in zip(parts, step.weights, strict=True):
+        masses[part.first - first : part.first - first + len(part.masses)] += weight * part.masses
+        infinite += weight * part.infinite
+    return Rounded(first, masses, infinite)
+
+
+def _best_tilt(losses: Sequence[_Loss], delta: float) -> tuple[float, float]:
+    """Returns the x above 0 that minimises (K(x) - log(delta)) / x, about, and the minimum."""
+    with np.errstate(over="ignore", invalid="ignore"):
+
+        def bound(order: float) -> float:
+            moment = sum(float(loss.log_moment(order)[0]) for loss in losses)
+            value = (moment - math.log(delta)) / order
+            return value if math.isfinite(value) else math.inf
+
+        grid = _TILTS
+        for _ in range(3):
+            values = [bound(order) for order in grid]
+            best = int(np.argmin(values))
+            ends = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+            order, value = float(grid[best]), values[best]
+            grid = np.geomspace(*ends, 7)
+    return order, value
+
+
+def _window(losses: Sequence[_Loss], order: float) -> tuple[float, float]:
+    """Returns between which values the tilted sum lies, but for a probability of e^_OUTSIDE."""
+    base, mean, variance = sum(loss.log_moment(order) for loss in losses)
+    lowest = sum(loss.count * float(loss.losses[0]) for loss in losses)
+    highest = sum(loss.count * float(loss.losses[-1]) for loss in losses)
+    low, high = lowest, highest
+    for shift in np.array([0.5, 1.0, 2.0, 4.0, 7.0, 12.0]) / math.sqrt(variance + 1e-290):
+        for sign in (-1.0, 1.0):
+            moment = sum(float(loss.log_moment(order + sign * shift)[0]) for loss in losses)
+            edge = (moment - base - _OUTSIDE) / shift
+            if not math.isfinite(edge):
+                continue
+            if sign > 0:
+                high = min(high, edge)
+            else:
+                low = max(low, -edge)
+    return min(low, mean), max(high, mean)
+
+
+def _epsilon(
+    rounded: Sequence[Rounded],
+    counts: Sequence[int],
+    spacing: float,
+    order: float,
+    window: tuple[float, float],
+    delta: float,
+) -> float:
+    """Composes losses on one grid and returns epsilon at `delta`."""
+    start = math.floor(window[0] / spacing) - 1
+    size = next_fast_len(math.ceil(window[1] / spacing) + 2 - start, real=True)
+    tilted, base = _compose(rounded, counts, spacing, order, start, size)
+    total = sum(counts)
+    # What rounding in the transform may have taken from a point, and what lies above the window.
+    tilted = np.maximum(tilted, 0.0) + (64 + total) * _EPS * float(tilted.max())
+    losses = spacing * (start + np.arange(size))
+    centre = losses[int(np.argmax(tilted))]
+    # True masses are `masses` times e^log_scale.
+    log_scale = base - order * centre
+    # Far below the centre masses overflow; the result is never below the first loss that is kept.
+    kept = int(np.searchsorted(losses, centre - _LARGEST / order))
+    losses = losses[kept:]
+    masses = tilted[kept:] * np.exp(-order * (losses - centre))
+    outside = math.exp(_OUTSIDE_COUNTED - order * (losses[-1] - centre))
+    infinite = sum(n * r.infinite for r, n in zip(rounded, counts, strict=True))
+    left = delta - infinite
+    if not left > 0.0:
+        return math.inf
+    exponent = math.log(left) - log_scale
+    target = math.exp(min(exponent, _LARGEST)) - outside
+    return max(0.0, _solve(losses, masses, spacing, target)) if target > 0.0 else math.inf
+
+
+def _compose(
+    rounded: Sequence[Rounded],
+    counts: Sequence[int],
+    spacing: float,
+    order: float,
+    start: int,
+    size: int,
+) -> tuple[np.ndarray, float]:
+    """Returns the tilted masses of the sum at ``start .. start + size - 1``, and log E[e^(x sum)].
+
+    The transform wraps: mass outside of the window is added inside of it, which only raises
+    what is counted.
+    """
+    spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
+    offset, base = 0, 0.0
+    for loss, count in zip(rounded, counts, strict=True):
+        losses = spacing * (loss.first + np.arange(len(loss.masses)))
+        log, mean, _ = log_moment(losses, loss.masses, order)
+        tilted = loss.masses * np.exp(order * losses - log)
+        centre = round(mean / spacing)  # phases then stay small, and their powers exact
+        places = (loss.first - centre + np.arange(len(tilted))) % size
+        spectrum *= rfft(np.bincount(places, weights=tilted, minlength=size)) ** count
+        offset += count * centre
+        base += count * log
+    return np.roll(irfft(spectrum, size), offset - start), base
+
+
+def _solve(losses: np.ndarray, masses: np.ndarray, spacing: float, target: float) -> float:
+    """Returns the epsilon at which E[max(0, 1 - e^(epsilon - loss))] is `target`.
+
+    Args:
+        losses: evenly spaced, `[N]`.
+        masses: not negative, `[N]`.
+        spacing: of the losses.
+        target: above 0.
+    """
+    above = np.cumsum(masses[::-1])[::-1]  # mass at this loss or a higher one
+    decay = np.exp(-spacing * np.arange(min(len(masses), math.ceil(45.0 / spacing) + 1)))
+
+    def discounted(i: int) -> float:
+        part = masses[i : i + len(decay)]
+        return float(np.dot(part, decay[: len(part)]))
+
+    low, high = 0, len(masses) - 1
+    if above[high] > target:
+        return math.inf
+    while low < high:
+        middle = (low + high) // 2
+        if above[middle] - discounted(middle) <= target:
+            high = middle
+        else:
+            low = middle + 1
+    floor = losses[high] - spacing
+    excess = above[high] - target
+    if excess <= 0.0:
+        return float(floor)
+    return float(max(floor, losses[high] + math.log(excess / discounted(high))))

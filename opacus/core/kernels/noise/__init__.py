@@ -1,0 +1,1 @@
+"""Gaussian noise for many tensors at once."""

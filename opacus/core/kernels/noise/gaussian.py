@@ -1,0 +1,73 @@
+"""Gaussian noise added to many tensors in one pass over them.
+
+Each number is a function of a key, a step and the number of its element: see
+:mod:`opacus.core.privacy.key`. Random words come from a counter-based generator (Philox, or ChaCha20 in
+secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made where it is
+added, so it takes no memory; ``gaussian_reference`` makes the same on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.noise import gaussian_reference
+from opacus.core.kernels.noise.regions import Region
+from opacus.core.kernels.norms.choice import is_usable
+from opacus.core.kernels.sums.weighted_sum import triton_works
+
+# In secure mode results are multiples of this part of the standard deviation's power of two.
+GRID = 2.0**-16
+
+
+class Draw(NamedTuple):
+    """Noise for one tensor.
+
+    Attributes:
+        source: What it is added to, contiguous.
+        target: Where the sum goes, contiguous, of the same size; may be the source.
+        region: Numbers of the elements.
+        key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host
+            time for bytes that it sees for the first time.
+    """
+
+    source: Tensor
+    target: Tensor
+    region: Region
+    key: bytes
+
+
+def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = False) -> None:
+    """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32, or fp64 for fp64.
+
+    Args:
+        std: Standard deviation, positive.
+        draws: Tensors of any devices and dtypes.
+        step: Number in [0, 2^63) that has not been used with these keys for other sums.
+        secure: Words from ChaCha20 instead of Philox, and sums rounded to a grid much finer than
+            the noise, so that the lowest bits of a float do not tell what was added to what.
+    """
+    grid = grid_of(std) if secure else 0.0
+    on_gpu: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Draw]] = {}
+    others: list[Draw] = []
+    for draw in draws:
+        source, target = draw.source, draw.target
+        if source.is_cuda and is_usable(source) and is_usable(target) and triton_works():
+            on_gpu.setdefault((source.device, source.dtype, target.dtype), []).append(draw)
+        else:
+            others.append(draw)
+    for group in on_gpu.values():
+        from opacus.core.kernels.noise import gaussian_triton
+
+        gaussian_triton.launch(std, group, step, grid)
+    if others:
+        gaussian_reference.add(std, others, step, grid)
+
+
+def grid_of(std: float) -> float:
+    """Distance of the numbers that secure mode releases: a power of two."""
+    return GRID * 2.0 ** math.floor(math.log2(std))

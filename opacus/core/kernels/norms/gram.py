@@ -1,0 +1,495 @@
+"""Triton kernels of ``||A_i^T G_i||_F^2`` as ``sum_ts (A A^T)_ts (G G^T)_ts``.
+
+The algorithm ``"input_length"``: ``B T^2 (d + p)`` operations. Only tiles on and above the
+diagonal are formed; they stay in registers. Layers with one input share its Gram matrix. Where
+terms have cancelled, ``direct`` mends the norm. B samples, T tokens, d and p features.
+"""
+
+# Kernels have no annotations but Triton's own: it evaluates them when it compiles.
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from opacus.core.kernels.host import operands
+from opacus.core.kernels.host.launch import Variant
+from opacus.core.kernels.host.operands import Group, Tile, check_mask, check_pair
+from opacus.core.kernels.host.triton_host import TYPES, address, descriptor, has_specialised, number
+from opacus.core.kernels.norms import direct
+
+# For tensors that the copy engine can read.
+TILES = (
+    Tile(128, 128, 64, warps=8, stages=4),
+    Tile(128, 128, 128, warps=8, stages=3),
+    Tile(64, 64, 128, warps=4, stages=3),
+)
+# For all others, and for many layers in one launch.
+TILE_HALF = Tile(64, 64, 64, warps=4, stages=3, tma=False)
+TILE_WIDE = Tile(64, 64, 16, warps=4, stages=2, tma=False)
+# Backprops that one launch takes beside one input.
+MOST_SHARED = 3
+# int64 numbers that describe an input: addresses of A and the mask; B, T, d; strides of A
+# (3) and the mask (2); first backprops and how many. Backprops: address, p, strides (3).
+INPUT_COLUMNS = 12
+OUTPUT_COLUMNS = 5
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(slot, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of the slot's tile; squares of ``GROUP`` tiles run next to each other.
+
+    Some slots lie below the diagonal or beyond the last tile.
+    """
+    square = slot // (GROUP * GROUP)
+    column = ((tl.sqrt(8.0 * square + 1.0) - 1.0) * 0.5).to(tl.int32)
+    column = tl.where(column * (column + 1) // 2 > square, column - 1, column)
+    column = tl.where((column + 1) * (column + 2) // 2 <= square, column + 1, column)
+    row = square - column * (column + 1) // 2
+    inside = slot % (GROUP * GROUP)
+    return row * GROUP + inside % GROUP, column * GROUP + inside // GROUP
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weigh(product, weights, stride, rows, columns, tokens):  # type: ignore[no-untyped-def]
+    """Multiply by the weights of both tokens; what is masked may be NaN."""
+    left = tl.load(weights + rows.to(tl.int64) * stride, mask=rows < tokens, other=0)
+    right = tl.load(weights + columns.to(tl.int64) * stride, mask=columns < tokens, other=0)
+    left, right = left.to(tl.float32)[:, None], right.to(tl.float32)[None, :]
+    return tl.where((left != 0) & (right != 0), product * left * right, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tma_gram(  # type: ignore[no-untyped-def]
+    desc,
+    sample,
+    row,
+    column,
+    features,
+    SIDE: tl.constexpr,
+    K: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """``[SIDE, SIDE]`` tile of a Gram matrix. What lies outside is read as zero."""
+    gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for start in tl.range(0, features, K, num_stages=STAGES):
+        left = desc.load([sample, row * SIDE, start]).reshape(SIDE, K)
+        right = desc.load([sample, column * SIDE, start]).reshape(SIDE, K)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        gram = tl.dot(left, right.T, gram)
+    return gram
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["tokens", "d", "p0", "p1", "p2", "stride_b", "stride_t"]
+)
+def _tma_kernel(  # type: ignore[no-untyped-def]
+    a_desc,
+    g0_desc,
+    g1_desc,
+    g2_desc,
+    weights,
+    partial,
+    tokens,
+    d,
+    p0,
+    p1,
+    p2,
+    stride_b,
+    stride_t,
+    COUNT: tl.constexpr,
+    MASK: tl.constexpr,
+    SIDE: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One pair of tiles of tokens of one sample, for up to three backprops of one input."""
+    slot, sample = tl.program_id(0), tl.program_id(1)
+    row, column = _pair(slot, GROUP)
+    tiles = tl.cdiv(tokens, SIDE)
+    used = (row <= column) & (column < tiles)
+    d, p0 = tl.where(used, d, 0), tl.where(used, p0, 0)
+    p1, p2 = tl.where(used, p1, 0), tl.where(used, p2, 0)
+    gram = _tma_gram(a_desc, sample, row, column, d, SIDE, K, STAGES, WIDEN)
+    gram *= tl.where(row == column, 1.0, 2.0)
+    if MASK:
+        rows = row * SIDE + tl.arange(0, SIDE)
+        columns = column * SIDE + tl.arange(0, SIDE)
+        own = weights + sample.to(tl.int64) * stride_b
+    out = partial + sample.to(tl.int64) * tl.num_programs(0) + slot
+    sizes = COUNT * tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    for index in tl.static_range(COUNT):
+        if index == 0:
+            product = gram * _tma_gram(g0_desc, sample, row, column, p0, SIDE, K, STAGES, WIDEN)
+        elif index == 1:
+            product = gram * _tma_gram(g1_desc, sample, row, column, p1, SIDE, K, STAGES, WIDEN)
+        else:
+            product = gram * _tma_gram(g2_desc, sample, row, column, p2, SIDE, K, STAGES, WIDEN)
+        if MASK:
+            product = _weigh(product, own, stride_t, rows, columns, tokens)
+        tl.store(out, tl.sum(tl.sum(product, 1), 0))
+        tl.store(out + sizes, tl.sum(tl.sum(tl.abs(product), 1), 0))
+        out += tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _table_gram(  # type: ignore[no-untyped-def]
+    base, stride_t, stride_f, rows, columns, tokens, features,
+    WHOLE: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """``[SIDE, SIDE]`` tile of a Gram matrix of a tensor of any strides."""
+    gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    places = tl.arange(0, K)
+    left_ptrs = base + rows.to(tl.int64)[:, None] * stride_t
+    right_ptrs = base + columns.to(tl.int64)[:, None] * stride_t
+    if WHOLE > 1:
+        left_ptrs += places[None, :]
+        right_ptrs += places[None, :]
+        step = K
+    else:
+        left_ptrs += places[None, :] * stride_f
+        right_ptrs += places[None, :] * stride_f
+        step = K * stride_f
+    for start in tl.range(0, features, K, num_stages=STAGES):
+        inside = (places < features - start)[None, :]
+        left = tl.load(left_ptrs, mask=inside & (rows < tokens)[:, None], other=0.0)
+        right = tl.load(right_ptrs, mask=inside & (columns < tokens)[:, None], other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        # "ieee": fp32 is multiplied in fp32. tf32 would keep 11 bits of it.
+        gram = tl.dot(left, tl.trans(right), gram, input_precision="ieee")
+        left_ptrs += step
+        right_ptrs += step
+    return gram
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["samples", "slots", "inputs", "outputs"]
+)
+def _table_kernel(  # type: ignore[no-untyped-def]
+    table,
+    partial,
+    samples,
+    slots,
+    inputs,
+    outputs,
+    TYPE: tl.constexpr,
+    MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INPUT_COLUMNS: tl.constexpr,
+    OUTPUT_COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One pair of tiles of tokens of one sample of one input, for all its backprops."""
+    sample = (tl.program_id(0) // slots).to(tl.int64)
+    slot = tl.program_id(0) % slots
+    entry = table + tl.program_id(1).to(tl.int64) * INPUT_COLUMNS
+    a = address(entry, TYPE, WHOLE)
+    tokens = tl.load(entry + 3).to(tl.int32)
+    row, column = _pair(slot, GROUP)
+    used = (sample < tl.load(entry + 2)) & (row <= column) & (column < tl.cdiv(tokens, SIDE))
+    tokens = tl.where(used, tokens, 0)
+    rows, columns = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE)
+    d = tl.multiple_of(tl.where(used, tl.load(entry + 4).to(tl.int32), 0), WHOLE)
+    a += sample * number(entry, 5, WHOLE)
+    gram = _table_gram(
+        a, number(entry, 6, WHOLE), tl.load(entry + 7), rows, columns, tokens, d,
+        WHOLE, SIDE, K, STAGES, WIDEN,
+    )  # fmt: skip
+    gram *= tl.where(row == column, 1.0, 2.0)
+    first, count = tl.load(entry + 10), tl.load(entry + 11).to(tl.int32)
+    for index in range(count):
+        place = first + index
+        output = table + inputs.to(tl.int64) * INPUT_COLUMNS + place * OUTPUT_COLUMNS
+        g = address(output, TYPE, WHOLE)
+        p = tl.multiple_of(tl.where(used, tl.load(output + 1).to(tl.int32), 0), WHOLE)
+        g += sample * number(output, 2, WHOLE)
+        product = gram * _table_gram(
+            g, number(output, 3, WHOLE), tl.load(output + 4), rows, columns, tokens, p,
+            WHOLE, SIDE, K, STAGES, WIDEN,
+        )  # fmt: skip
+        if MASK is not None:
+            weights = tl.load(entry + 1).to(tl.pointer_type(MASK)) + sample * tl.load(entry + 8)
+            product = _weigh(product, weights, tl.load(entry + 9), rows, columns, tokens)
+        out = partial + (place * samples + sample) * slots + slot
+        tl.store(out, tl.sum(tl.sum(product, 1), 0))
+        out += outputs.to(tl.int64) * samples * slots
+        tl.store(out, tl.sum(tl.sum(tl.abs(product), 1), 0))
+
+
+def tiles(device: torch.device) -> tuple[Tile, ...]:
+    """Variants for tensors that the copy engine can read, the usual one first."""
+    if not has_specialised(device):
+        return TILES
+    from opacus.core.kernels.norms import hopper
+
+    return (*hopper.GRAM_TILES, *TILES)
+
+
+def norm_sq(
+    activations: Tensor,
+    backprops: Tensor,
+    mask: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``||A_i^T G_i||_F^2`` for each sample.
+
+    Args:
+        activations: ``[B, T, d]``, bf16, fp16 or fp32, any strides.
+        backprops: ``[B, T, p]``.
+        mask: ``[B, T]``: bool (which tokens count) or weights that multiply a token's
+            gradient. Masked tokens may be NaN.
+        tile: Variant of the kernel; by default one that fits most shapes.
+
+    Returns:
+        ``[B]`` in fp32.
+    """
+    return shared_norm_sq(activations, [backprops], mask, tile=tile)[0]
+
+
+def shared_norm_sq(
+    activations: Tensor,
+    backprops: Sequence[Tensor],
+    mask: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """:func:`norm_sq` of several layers with the same input, whose Gram matrix is formed once.
+
+    Args:
+        activations: ``[B, T, d]``.
+        backprops: ``[B, T, p_j]`` of each layer.
+        mask: As in :func:`norm_sq`.
+        tile: Variant of the kernel.
+
+    Returns:
+        ``[B]`` for each layer.
+    """
+    pairs = [check_pair(activations, g) for g in backprops]
+    if not pairs:
+        return []
+    a, gs = pairs[0][0], [g for _, g in pairs]
+    fast = operands.takes_tma(a, *gs) and (tile is None or tile.tma)
+    if not fast or a.numel() == 0 or any(g.numel() == 0 for g in gs):
+        masks = None if mask is None else [mask] * len(gs)
+        return grouped_norm_sq([(x, g) for x, g in pairs], masks, tile=tile)
+    return tma_norm_sq(a, gs, check_mask(mask, gs[0]), tile or tiles(a.device)[0])
+
+
+def tma_norm_sq(
+    a: Tensor, gs: Sequence[Tensor], weights: Tensor | None, tile: Tile
+) -> list[Tensor]:
+    """:func:`shared_norm_sq` of what :func:`operands.takes_tma` takes and what is not empty."""
+    if tile.specialised:
+        if weights is None and len(gs) == 1:
+            from opacus.core.kernels.norms import hopper
+
+            return [hopper.gram_norm_sq(a, gs[0], tile)]
+        tile = TILES[0]  # which knows masks and shared inputs
+    norms: list[Tensor] = []
+    for start in range(0, len(gs), MOST_SHARED):
+        norms += _launch_tma(a, gs[start : start + MOST_SHARED], weights, tile)
+    return norms
+
+
+def _launch_tma(
+    a: Tensor, gs: Sequence[Tensor], weights: Tensor | None, tile: Tile
+) -> list[Tensor]:
+    batch, tokens, d = a.shape
+    side = min(tile.m, operands.power_of_two(tokens, 64))
+    group, slots = _slots(tokens, side, tile.group)
+    partial = operands.blank((2, len(gs), batch, slots), a.device)
+    three = [*gs, *[gs[0]] * (MOST_SHARED - len(gs))]
+    _tma_variant(len(gs), weights is not None, side, group, tile)(
+        (slots, batch),
+        descriptor(a, side, tile.k),
+        *(descriptor(g, side, tile.k) for g in three),
+        partial if weights is None else weights,
+        partial,
+        tokens,
+        d,
+        *(g.shape[2] for g in three),
+        *(operands.NO_STRIDES if weights is None else weights.stride()),
+    )
+    return [direct.settle(a, g, weights, partial[:, i]) for i, g in enumerate(gs)]
+
+
+@functools.lru_cache(maxsize=256)
+def _tma_variant(count: int, mask: bool, side: int, group: int, tile: Tile) -> Variant:
+    return Variant(
+        _tma_kernel,
+        COUNT=count,
+        MASK=mask,
+        SIDE=side,
+        K=tile.k,
+        GROUP=group,
+        STAGES=tile.stages,
+        WIDEN=operands.interpreted(),
+        num_warps=tile.warps if side > 64 else min(4, tile.warps),
+    )
+
+
+def grouped_norm_sq(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    masks: Sequence[Tensor] | None = None,
+    *,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """:func:`norm_sq` of many layers, of equal or different shapes, in one launch.
+
+    Args:
+        pairs: Activations and backprops of each layer, one dtype, on one device. Neighbours
+            with the same activations (and mask) share their Gram matrix.
+        masks: A mask for each layer, all bool or all weights.
+        tile: Variant of the kernel.
+
+    Returns:
+        ``[B]`` for each layer.
+
+    Raises:
+        ValueError: Different dtypes or devices.
+    """
+    if not pairs:
+        return []
+    return group_norm_sq(operands.checked_group(pairs, masks), tile=tile)
+
+
+def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
+    """:func:`grouped_norm_sq` of layers that have been looked at."""
+    first = group.tensors[0]
+    places = operands.addresses(group.tensors)
+    masks = operands.addresses(group.masks) if group.masks else None
+    starts = _starts(group, places, masks)
+    plan = _plan(group.shapes, group.strides, group.mask_strides, starts, first.dtype, tile)
+    if plan.samples == 0:
+        return [operands.blank((0,), first.device) for _ in plan.sizes]
+    table, end = plan.table[:], len(starts) * INPUT_COLUMNS
+    table[0:end:INPUT_COLUMNS] = array.array("q", [places[2 * i] for i in starts])
+    if masks is not None:
+        table[1:end:INPUT_COLUMNS] = array.array("q", [masks[i] for i in starts])
+    table[end::OUTPUT_COLUMNS] = places[1::2]
+    partial = operands.blank((2, len(plan.sizes), plan.samples, plan.slots), first.device)
+    whole = plan.whole if operands.all_aligned(places) else 1
+    _table_variant(first.dtype, group.mask_dtype, whole, plan.side, plan.group, plan.tile)(
+        (plan.samples * plan.slots, len(starts)),
+        operands.upload(table, first.device),
+        partial,
+        plan.samples,
+        plan.slots,
+        len(starts),
+        len(plan.sizes),
+    )
+    return direct.settle_group(group, partial)
+
+
+def _starts(group: Group, places: Sequence[int], masks: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers whose activations or mask differ from those of the layer before."""
+    starts = [0]
+    shapes, strides, mask_strides = group.shapes, group.strides, group.mask_strides
+    for i in range(2, len(places), 2):
+        if (
+            places[i] != places[i - 2]
+            or shapes[i] != shapes[i - 2]
+            or strides[i] != strides[i - 2]
+            or (masks is not None and masks[i // 2] != masks[i // 2 - 1])
+            or (masks is not None and mask_strides[i // 2] != mask_strides[i // 2 - 1])
+        ):
+            starts.append(i // 2)
+    return tuple(starts)
+
+
+class _Plan(NamedTuple):
+    """What a launch for layers of these shapes depends on.
+
+    Attributes:
+        tile: Variant of the kernel.
+        side: Side of a tile of a Gram matrix.
+        group: See :func:`_slots`.
+        slots: See :func:`_slots`.
+        samples: Most samples of a layer.
+        whole: What sizes and strides are multiples of, where rows are aligned; or 1.
+        table: Rows for the kernel, without addresses: inputs, then backprops.
+        sizes: Samples of each layer.
+    """
+
+    tile: Tile
+    side: int
+    group: int
+    slots: int
+    samples: int
+    whole: int
+    table: array.array[int]
+    sizes: list[int]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    mask_strides: tuple[tuple[int, ...], ...],
+    starts: tuple[int, ...],
+    dtype: torch.dtype,
+    tile: Tile | None,
+) -> _Plan:
+    """``starts``: layers with an input of their own; others share that of the layer before."""
+    operands.check_shapes(shapes)
+    tile = tile or (TILE_WIDE if dtype == torch.float32 else TILE_HALF)
+    tokens, sizes = max(shape[1] for shape in shapes), [shape[0] for shape in shapes[::2]]
+    side = min(tile.m, operands.power_of_two(tokens, 16))
+    group, slots = _slots(tokens, side, tile.group)
+    rows: list[tuple[int, ...]] = []
+    for start, stop in zip(starts, (*starts[1:], len(shapes) // 2), strict=True):
+        mask = mask_strides[start % len(mask_strides)]
+        rows.append((0, 0, *shapes[2 * start], *strides[2 * start], *mask, start, stop - start))
+    backprops = zip(shapes[1::2], strides[1::2], strict=True)
+    rows += [(0, shape[2], *own) for shape, own in backprops]
+    table = array.array("q", itertools.chain.from_iterable(rows))
+    whole = operands.whole_of(shapes, strides, dtype)
+    return _Plan(tile, side, group, slots, max(sizes), whole, table, sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_variant(
+    dtype: torch.dtype, weights: torch.dtype | None, whole: int, side: int, group: int, tile: Tile
+) -> Variant:
+    return Variant(
+        _table_kernel,
+        TYPE=TYPES[dtype],
+        MASK=None if weights is None else TYPES[weights],
+        WHOLE=whole,
+        INPUT_COLUMNS=INPUT_COLUMNS,
+        OUTPUT_COLUMNS=OUTPUT_COLUMNS,
+        SIDE=side,
+        K=tile.k,
+        GROUP=group,
+        STAGES=tile.stages,
+        WIDEN=operands.interpreted(),
+        num_warps=tile.warps if side > 32 else min(4, tile.warps),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(tokens: int, side: int, most: int) -> tuple[int, int]:
+    """Side of the squares of tiles that run together, and programs for a sample."""
+    tiles = max(1, operands.parts(tokens, side))
+    group = min(most, operands.power_of_two(tiles))
+    squares = operands.parts(tiles, group)
+    return group, squares * (squares + 1) // 2 * group * group

@@ -1,0 +1,272 @@
+"""Norm computations in plain PyTorch, exact, with bounded memory.
+
+Letters: B samples, T tokens, d and p features, V rows of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
+
+# Largest intermediate result, in elements (256 MB of fp32).
+CHUNK_ELEMENTS = 1 << 26
+# What writing and reading one element of an intermediate result costs, in the
+# multiply-adds that the matrix units do in that time.
+ELEMENT_COST = 64
+# Rows of a Gram matrix formed at once; what lies left of the diagonal is skipped.
+GRAM_ROWS = 512
+# Elements whose norm is taken at once on a CPU.
+NORM_PART = 4096
+# Tensors up to this size are copied into one, so that their norms are taken in one call.
+SMALL_ELEMENTS = 1 << 16
+# A norm by Gram matrices is trusted where it is more than this share of the sizes of what was
+# added up. Below it, terms of both signs have cancelled and their rounding errors are left.
+TRUSTED = 2.0**-7
+# Up to so many samples their gradients' norms are computed as separate tensors.
+FEW_SAMPLES = 8
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of :func:`widen`."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """At least fp32: sums of squares of half precision over- and underflow."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """``[B, ...] -> [B]``, accumulated in at least fp32, in one pass over memory."""
+    norms = _norms(tensor)
+    return _parts_sum_of_squares(tensor) if norms is None else norms.square()
+
+
+def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`sum_of_squares` of many tensors ``[B, ...]``, in few launches."""
+    few = all(t.is_cuda and 0 < t.shape[0] <= FEW_SAMPLES for t in tensors)
+    if not few or any(t.dtype == torch.float64 for t in tensors):
+        return _squares(tensors)
+    results: dict[int, Tensor] = {}
+    for dtype in {t.dtype for t in tensors}:  # one dtype a call, or it goes tensor by tensor
+        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        rows = [row for i in places for row in tensors[i].unbind()]
+        norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
+        parts = norms.split([tensors[i].shape[0] for i in places])
+        results |= dict(zip(places, parts, strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One by one, but small ones of equal shape together."""
+    results: list[Tensor | None] = [None] * len(tensors)
+    groups: dict[Any, list[int]] = {}
+    for place, t in enumerate(tensors):
+        if 0 < t.numel() <= SMALL_ELEMENTS and t[:1].numel() <= NORM_PART:
+            groups.setdefault((t.shape, t.dtype, t.device), []).append(place)
+        else:
+            results[place] = sum_of_squares(t)
+    for places in groups.values():
+        stacked = torch.stack([tensors[place] for place in places])
+        stacked = stacked.reshape(*stacked.shape[:2], -1)
+        norms = torch.linalg.vector_norm(stacked, dim=2, dtype=wide_dtype(stacked))
+        for place, value in zip(places, norms.square().unbind(), strict=True):
+            results[place] = value
+    return results  # type: ignore[return-value]
+
+
+def _norms(tensor: Tensor) -> Tensor | None:
+    """``[B]`` norms of the rows, ``None`` where they are too long for one sum on a CPU."""
+    size = math.prod(tensor.shape[1:])
+    if not size or (size > NORM_PART and not tensor.is_cuda):
+        return None
+    flat = tensor.reshape(tensor.shape[0], size)
+    if size == 1:
+        return widen(flat[:, 0]).abs()
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide_dtype(tensor))
+
+
+def _parts_sum_of_squares(tensor: Tensor) -> Tensor:
+    """:func:`sum_of_squares` on a CPU, a part at a time.
+
+    The rounding errors of ``vector_norm`` grow with the number of elements there, to 1e-3
+    at 16 million.
+    """
+    total = tensor.new_zeros(tensor.shape[0], dtype=wide_dtype(tensor))
+    if tensor.numel() == 0:
+        return total
+    flat = tensor.reshape(tensor.shape[0], -1)
+    even = flat.shape[1] // NORM_PART * NORM_PART
+    parts = flat[:, :even].unflatten(1, (-1, NORM_PART))
+    total += torch.linalg.vector_norm(parts, dim=2, dtype=total.dtype).square().sum(1)
+    if even < flat.shape[1]:
+        rest = torch.linalg.vector_norm(flat[:, even:], dim=1, dtype=total.dtype)
+        total += rest.square()
+    return total
+
+
+def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
+    """``||A_i^T G_i||_F^2`` for each sample, the norm of a linear layer's weight gradient.
+
+    Args:
+        activations: ``[B, T, d]``.
+        backprops: ``[B, T, p]``, same dtype.
+
+    Returns:
+        ``[B]`` in fp32 (fp64 for fp64).
+    """
+    batch, tokens, d = activations.shape
+    p = backprops.shape[2]
+    if activations.numel() == 0 or backprops.numel() == 0:
+        return backprops.new_zeros(batch, dtype=wide_dtype(backprops))
+    if tokens == 1:
+        return sum_of_squares(activations) * sum_of_squares(backprops)
+    if not activations.is_cuda:  # there is no half-precision product with an fp32 result
+        activations, backprops = widen(activations), widen(backprops)
+    if gram_is_cheaper(tokens, d, p) and _can_settle(activations):
+        return gram_norm_sq(activations, backprops)
+    return width_norm_sq(activations, backprops)
+
+
+def gram_is_cheaper(tokens: int, d: int, p: int) -> bool:
+    """Whether Gram matrices cost less than the product ``A^T G``."""
+    return _gram_cost(tokens, d, p) < _width_cost(tokens, d, p)
+
+
+def product_cost(tokens: int, d: int, p: int) -> int:
+    """What :func:`product_norm_sq` costs a sample, in multiply-adds."""
+    return min(_gram_cost(tokens, d, p), _width_cost(tokens, d, p))
+
+
+def _gram_cost(tokens: int, d: int, p: int) -> int:
+    # Tiles left of the diagonal are skipped.
+    return tokens * (tokens + min(tokens, GRAM_ROWS)) // 2 * (d + p + ELEMENT_COST)
+
+
+def _width_cost(tokens: int, d: int, p: int) -> int:
+    return tokens * d * p + ELEMENT_COST * d * p
+
+
+def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
+    """:func:`product_norm_sq` by forming ``A^T G`` a few samples and columns at a time."""
+    batch, _, d = activations.shape
+    columns = max(1, CHUNK_ELEMENTS // (batch * d))
+    if columns >= backprops.shape[2]:
+        return sum_of_squares(wide_bmm(backprops.transpose(1, 2), activations))
+    samples = max(1, CHUNK_ELEMENTS // d) if columns == 1 else batch
+    totals = []
+    for a, g in zip(activations.split(samples), backprops.split(samples), strict=True):
+        parts = [
+            sum_of_squares(wide_bmm(part.transpose(1, 2), a)) for part in g.split(columns, dim=2)
+        ]
+        totals.append(torch.stack(parts).sum(0))
+    return torch.cat(totals)
+
+
+def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
+    """:func:`product_norm_sq` as ``sum_ts (A A^T)_ts (G G^T)_ts``, a few rows at a time.
+
+    Samples whose terms cancel are computed by :func:`width_norm_sq`.
+    """
+    batch, tokens, _ = activations.shape
+    step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
+    a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
+    total = size = activations.new_zeros(batch, dtype=wide_dtype(activations))
+    for start in range(0, tokens, step):
+        rows = slice(start, start + step)
+        # Both are symmetric: what lies right of the diagonal tile counts twice.
+        gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
+        gram = gram * wide_bmm(backprops[:, rows], g_t[:, :, start:])
+        square = gram.shape[1]
+        for part, weight in ((gram[:, :, :square], 1), (gram[:, :, square:], 2)):
+            total = total + weight * part.sum((1, 2))
+            size = size + weight * torch.linalg.vector_norm(part, 1, dim=(1, 2))
+    return _settle(activations, backprops, total, size)
+
+
+def _settle(activations: Tensor, backprops: Tensor, total: Tensor, size: Tensor) -> Tensor:
+    """The norms by Gram matrices where they can be trusted, the others computed directly.
+
+    Args:
+        activations: ``[B, T, d]``.
+        backprops: ``[B, T, p]``.
+        total: ``[B]`` sums of the products of both Gram matrices' elements.
+        size: ``[B]`` sums of their absolute values.
+    """
+    if activations.is_cuda:
+        from opacus.core.kernels.norms import direct
+
+        return direct.settle(activations, backprops, None, torch.stack([total, size]))
+    doubtful = ~(total > TRUSTED * size)  # what is zero or not finite, too
+    if not bool(doubtful.any()):
+        return total
+    samples = doubtful.nonzero().squeeze(1)
+    return total.index_copy(0, samples, width_norm_sq(activations[samples], backprops[samples]))
+
+
+def _can_settle(activations: Tensor) -> bool:
+    """Whether :func:`_settle` finds doubtful norms without making the host wait."""
+    if not activations.is_cuda:
+        return True
+    if activations.dtype not in SUPPORTED or not triton_is_installed():
+        return False
+    from opacus.core.kernels.norms import direct
+
+    return direct.works(activations.device)
+
+
+def table_norm_sq(rows: Tensor, samples: Tensor, values: Tensor, batch: int) -> Tensor:
+    """Squared norm of each sample's gradient of a table, repeated rows added first.
+
+    Args:
+        rows: ``[N]`` rows of the table, one for each lookup.
+        samples: ``[N]`` sample that each lookup belongs to.
+        values: ``[N, d]`` gradients of the looked-up rows.
+        batch: Number of samples B.
+
+    Returns:
+        ``[B]`` in fp32 (fp64 for fp64). Memory is O(N d), whatever the table's size, and
+        nothing waits for the device.
+    """
+    total = values.new_zeros(batch, dtype=wide_dtype(values))
+    if values.numel() == 0:
+        return total
+    slots, owners = distinct_pairs(rows, samples)
+    for part in values.split(max(1, CHUNK_ELEMENTS // len(rows)), dim=1):
+        sums = part.new_zeros(part.shape, dtype=wide_dtype(part)).index_add_(0, slots, widen(part))
+        total.index_add_(0, owners, sums.square().sum(1))
+    return total
+
+
+def distinct_pairs(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers the distinct pairs of sample and row.
+
+    Returns:
+        ``[N]`` number of each lookup's pair, and ``[N]`` sample of each number (0 for
+        numbers that are not used: how many there are is not known without waiting).
+    """
+    rows, samples = rows.long(), samples.long()
+    pairs, order = (samples * (rows.max() + 1) + rows).sort()
+    fresh = torch.zeros_like(pairs)
+    fresh[1:] = pairs[1:] != pairs[:-1]
+    numbers = fresh.cumsum(0)
+    slots = torch.empty_like(numbers).scatter_(0, order, numbers)
+    owners = torch.zeros_like(numbers).scatter_(0, numbers, samples[order])
+    return slots, owners
+
+
+def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
+    """Batched product with an fp32 result (fp64 for fp64) and no half-precision rounding."""
+    device = left.device.type
+    if torch.is_autocast_enabled(device):  # the backward pass may run under it
+        with torch.autocast(device, enabled=False):
+            return wide_bmm(left, right)
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(widen(left), widen(right))

@@ -1,0 +1,1 @@
+"""Weighted sums of per-sample gradients, and rows times clipping factors."""

@@ -1,0 +1,245 @@
+"""Weighted sums of per-sample gradients, written straight to where they are needed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.host.operands import triton_is_installed
+from opacus.core.kernels.norms.reference import wide_dtype, widen
+
+T = TypeVar("T")
+# Columns of half-precision gradients that are widened at once, where there is no kernel.
+PART_ELEMENTS = 1 << 16
+# Tensors up to this size are copied into one, where there is no kernel.
+SMALL_ELEMENTS = 1 << 14
+# Elements of sums that share their storage, which is free when none of them is used any more.
+SHARED_ELEMENTS = 1 << 25
+
+
+def weighted_sum(
+    grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """``sum_i factors[i] * grads[i]`` over the samples that are not excluded.
+
+    Args:
+        grads: ``[B, *shape]``.
+        factors: ``[B]``, fp32 or fp64.
+        excluded: ``[B]`` bool; these rows contribute nothing even if they are not finite.
+            ``None``: there are none.
+        out: Where to write the result, of the same shape, any dtype and strides;
+            by default a new tensor in at least fp32.
+
+    Returns:
+        ``[*shape]``. On a GPU nothing waits for the device.
+    """
+    shape, wide = grads.shape[1:], wide_dtype(grads)
+    if grads.shape[0] == 0:
+        return grads.new_zeros(shape, dtype=wide) if out is None else out.zero_()
+    if can_batch(grads, factors) and (out is None or out.is_contiguous()):
+        return _weighted_sum_on_gpu(grads, factors, excluded, out)
+    if excluded is not None:
+        rows = excluded.to(grads.device).view(-1, *[1] * len(shape))
+        grads = grads.masked_fill(rows, 0.0)
+    factors, flat = factors.to(device=grads.device, dtype=wide), grads.reshape(len(grads), -1)
+    if grads.dtype == wide:
+        total = torch.mv(flat.t(), factors).view(shape)
+        return total if out is None else out.copy_(total)
+    if out is None:
+        out = grads.new_empty(shape, dtype=wide)
+    target = out if out.is_contiguous() else torch.empty(shape, dtype=out.dtype, device=out.device)
+    pieces = zip(flat.split(PART_ELEMENTS, 1), target.view(-1).split(PART_ELEMENTS), strict=True)
+    for part, place in pieces:  # so that little is held in the wide type
+        place.copy_(factors @ widen(part))
+    return out if target is out else out.copy_(target)
+
+
+def _weighted_sum_on_gpu(
+    grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """:func:`weighted_sum` by a kernel; ``out`` is contiguous."""
+    if out is None:
+        out = grads.new_empty(grads.shape[1:], dtype=wide_dtype(grads))
+    weighted_sums([grads], [factors], excluded, out.view(1, -1), [0], [max(1, out.numel())])
+    return out
+
+
+def can_batch(grads: Tensor, factors: Tensor) -> bool:
+    """Whether :func:`weighted_sums` takes these per-sample gradients."""
+    return (
+        grads.is_cuda
+        and factors.is_cuda
+        and factors.dtype == torch.float32
+        and grads.is_contiguous()
+        and grads.is_floating_point()
+        and triton_works()
+    )
+
+
+def weighted_sums(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+    out: Tensor,
+    starts: Sequence[int],
+    segments: Sequence[int],
+) -> None:
+    """Many :func:`weighted_sum` s on a GPU, one launch for each dtype.
+
+    Args:
+        grads: ``[B, *shape]`` each; :func:`can_batch` holds.
+        factors: ``[B]`` for each.
+        excluded: ``[B]`` bool; ``None``: there are none.
+        out: ``[W, n]``. Sum k is written to ``out[:, starts[k] : starts[k] + segments[k]]``,
+            row after row.
+    """
+    from opacus.core.kernels.sums import weighted_sum_triton as gpu
+
+    by_dtype: dict[torch.dtype, list[gpu.Sum]] = {}
+    for grad, factor, start, segment in zip(grads, factors, starts, segments, strict=True):
+        by_dtype.setdefault(grad.dtype, []).append(gpu.Sum(grad, factor, start, segment))
+    for sums in by_dtype.values():
+        gpu.launch(sums, excluded, out, out.stride(0))
+
+
+def weighted_sum_each(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """One :func:`weighted_sum` for each tensor of per-sample gradients.
+
+    Args:
+        grads: ``[B, *shape]`` each.
+        factors: ``[B]`` for each.
+        excluded: ``[B]`` bool; ``None``: there are none.
+        dtypes: Dtype of each result.
+
+    Returns:
+        ``[*shape]`` each. Those that are formed together share their storage.
+    """
+    results: dict[int, Tensor] = {}
+    together: dict[torch.dtype, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
+    for place, (grad, factor, dtype) in enumerate(zip(grads, factors, dtypes, strict=True)):
+        rows = grad.shape[0]  # not its length, which takes ten times as long
+        if rows and can_batch(grad, factor):
+            together.setdefault(dtype, []).append(place)
+            continue
+        # Small ones of the same samples are copied into one.
+        small = 0 < grad.numel() <= SMALL_ELEMENTS
+        key = (rows, id(factor), grad.dtype, grad.device, dtype) if small else place
+        alike.setdefault(key, []).append(place)
+    for places in alike.values():
+        first = places[0]
+        sums = _as_one([grads[p] for p in places], factors[first], excluded, dtypes[first])
+        results |= dict(zip(places, sums, strict=True))
+    for dtype, chosen in together.items():
+        for places in consecutive(chosen, lambda p: _elements(grads[p]), SHARED_ELEMENTS):
+            sums = _in_one_launch(
+                [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
+            )
+            results |= dict(zip(places, sums, strict=True))
+    return [results[place] for place in range(len(grads))]
+
+
+def scale_in_place(
+    grads: Sequence[Tensor], factors: Sequence[Tensor], excluded: Tensor | None
+) -> bool:
+    """Multiply the gradients ``[1, *shape]`` of one sample by its factors, where they lie.
+
+    Args:
+        grads: Overwritten, on a GPU in one launch.
+        factors: ``[1]`` for each.
+        excluded: ``[1]`` bool; if set all become 0. ``None``: it is not.
+
+    Returns:
+        Whether it was done: not if two of them share memory, as gradients of a sum do, or lie on
+        different devices, nor where there is no kernel. Then nothing has been written.
+    """
+    storages = {grad.untyped_storage().data_ptr() for grad in grads}
+    alone = len(storages) == len(grads) and len({grad.device for grad in grads}) <= 1
+    if not alone or not all(map(can_batch, grads, factors)):
+        return False
+    from opacus.core.kernels.sums import weighted_sum_triton as gpu
+
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for grad, factor in zip(grads, factors, strict=True):
+        by_dtype.setdefault(grad.dtype, []).append((grad, factor))
+    for pairs in by_dtype.values():
+        base = pairs[0][0]
+        sums = []
+        for grad, factor in pairs:
+            start = (grad.data_ptr() - base.data_ptr()) // grad.element_size()
+            sums.append(gpu.Sum(grad, factor, start, max(1, grad.numel())))
+        gpu.launch(sums, excluded, base, 0)
+    return True
+
+
+def _as_one(
+    grads: Sequence[Tensor], factors: Tensor, excluded: Tensor | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """:func:`weighted_sum` of tensors with the same samples and factors, as of one."""
+    rows, whole = grads[0].shape[0], grads[0]
+    if len(grads) > 1:
+        flat = [grad if grad.dim() == 2 else grad.reshape(rows, -1) for grad in grads]
+        whole = torch.cat(flat, dim=1)
+    shape = whole.shape[1:]
+    out = None if dtype == wide_dtype(whole) else whole.new_empty(shape, dtype=dtype)
+    excluded = None if excluded is None else excluded[:rows]
+    total = weighted_sum(whole, factors[:rows], excluded, out=out)
+    if len(grads) == 1:
+        return [total]
+    return _parts(total, grads, [_elements(grad) for grad in grads])
+
+
+def _parts(flat: Tensor, grads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """A vector cut into tensors with the shapes of ``grads`` without their samples."""
+    pairs = zip(flat.split(sizes), grads, strict=True)
+    return [part if grad.dim() == 2 else part.view(grad.shape[1:]) for part, grad in pairs]
+
+
+def _elements(grads: Tensor) -> int:
+    """Elements of a sample's gradient; taking one out costs more than both of these."""
+    return grads.numel() // grads.shape[0]
+
+
+def consecutive(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in a row whose sizes add up to at most ``most``, or a larger one alone."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        own = size_of(item)
+        if part and size + own > most:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += own
+    if part:
+        yield part
+
+
+def _in_one_launch(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """:func:`weighted_sum_each` on a GPU; the results are parts of one tensor."""
+    sizes = [_elements(grad) for grad in grads]
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    flat = torch.empty(1, end, dtype=dtype, device=grads[0].device)
+    weighted_sums(grads, factors, excluded, flat, starts, [max(1, size) for size in sizes])
+    return _parts(flat[0], grads, sizes)
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether Triton is installed and there is a GPU that it compiles for."""
+    return triton_is_installed() and torch.cuda.is_available()

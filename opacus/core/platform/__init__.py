@@ -1,0 +1,1 @@
+"""Torch and the machine: what is private to torch, times, memory."""

@@ -1,0 +1,237 @@
+"""The one place that reads what torch keeps private; each function has a public way out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.sharded import is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Holds the flag `_is_profiler_enabled`. It is read at every layer, so not by a function call; if
+# this version of torch keeps it elsewhere, there are no profiler ranges without a variable.
+profiler_state: Any = torch.autograd.profiler
+if not hasattr(profiler_state, "_is_profiler_enabled"):
+    profiler_state = SimpleNamespace(_is_profiler_enabled=False)
+
+
+def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameter name -> ``reduce_dtype`` of the mixed-precision policy that it is under.
+
+    Parameters without one are left out, and so are all if this version of torch keeps its
+    policies elsewhere: gradients are then summed in fp32, which is never less exact.
+    """
+    return _policy_dtypes(model, "reduce_dtype")
+
+
+def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameter name -> ``param_dtype`` of the mixed-precision policy that it is under.
+
+    As in :func:`reduce_dtypes`, some or all may be left out: those compute in their own type.
+    """
+    return _policy_dtypes(model, "param_dtype")
+
+
+def _policy_dtypes(model: nn.Module, which: str) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    for name, group, _ in _managed(model):
+        dtype = getattr(getattr(group, "mp_policy", None), which, None)
+        if dtype is not None:
+            found[name] = dtype
+    return found
+
+
+def tensor_parallel_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that ``parallelize_module`` split before FSDP2 sharded them.
+
+    Without these private parts a model that is sharded in both ways cannot be recognised:
+    its first backward pass then says that it got DTensors.
+    """
+    return {name for name, _, state in _managed(model) if getattr(state, "is_dtensor", False)}
+
+
+def managed_names(model: nn.Module) -> set[str] | None:
+    """Names of the parameters in some FSDP2 unit; ``None`` if this torch does not tell."""
+    names = {name for name, _, _ in _managed(model)}
+    return names or (None if any(is_fsdp(m) for m in model.modules()) else set())
+
+
+def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    for module in model.modules():
+        if not is_fsdp(module):
+            continue
+        unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in _groups(unit):
+            for state in getattr(group, "fsdp_params", ()):
+                name = names.get(id(getattr(state, "sharded_param", None)))
+                if name is not None:
+                    yield name, group, state
+
+
+def _groups(unit: Any) -> list[Any]:
+    several = getattr(unit, "_fsdp_param_groups", None)  # since torch 2.12
+    return [getattr(unit, "_fsdp_param_group", None)] if several is None else list(several)
+
+
+def as_sharded(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's shard of a tensor that lies on the ranks as ``like`` does.
+
+    ``DTensor.from_local`` does the same, at ten times the cost in Python.
+    """
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = getattr(like, "_spec", None)
+    if spec is not None and local.dtype == like.dtype:
+        try:
+            return DTensor(local, spec, requires_grad=False)
+        except TypeError:  # another version's constructor
+            pass
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its preparations for functorch, which take a third of its time.
+
+    Under a functorch transform the C++ part raises, as ``apply`` does for such functions; ask
+    :func:`under_functorch`.
+    """
+    direct: Callable[..., Any] | None = getattr(
+        super(torch.autograd.Function, function), "apply", None
+    )
+    return function.apply if direct is None else direct
+
+
+def under_functorch() -> bool:
+    """Whether ``vmap``, ``grad`` or the like of ``torch.func`` is running."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and bool(active())
+
+
+def renumber(handle: Any) -> Any:
+    """Give a hook of a module a number that hooks of equal modules have, too.
+
+    ``torch.compile`` makes a graph for each number that it meets: equal layers share one then. In
+    a version of torch whose handles are different they do not.
+
+    Returns:
+        The handle.
+    """
+    find, extra = getattr(handle, "hooks_dict_ref", None), getattr(handle, "extra_dict_ref", ())
+    hooks = None if find is None else find()
+    if not isinstance(hooks, dict) or handle.id not in hooks or not isinstance(extra, tuple):
+        return handle
+    first, number = next(iter(hooks)) == handle.id, -1
+    while number in hooks:
+        number -= 1
+    for numbered in (hooks, *(ref() for ref in extra)):
+        if numbered is not None and handle.id in numbered:
+            numbered[number] = numbered.pop(handle.id)
+    if first:
+        hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+    handle.id = number
+    return handle
+
+
+def prepare_for_graphs(plain: Iterable[type]) -> None:
+    """Let ``torch.compile``, if it has been imported, get along with a private model's hooks.
+
+    From now on it uses a graph only for modules with the hooks that it has seen. It leaves this
+    out by default: a graph of a model without hooks, or of this one before it got its hooks,
+    would be used for the private one too, whose layers would not be seen. Graphs that are there
+    already are dropped.
+
+    Args:
+        plain: Classes whose methods it is not to compile for their own sake, where they are
+            called between graphs: that takes long and gains nothing.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    config = getattr(dynamo, "config", None)  # none while it is being imported
+    if config is None or not getattr(config, "skip_nnmodule_hook_guards", False):
+        return
+    config.skip_nnmodule_hook_guards = False
+    dynamo.reset()
+    skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
+    for kind in plain if skip is not None else ():
+        for method in vars(kind).values():
+            function = getattr(method, "__func__", method)
+            if isinstance(function, FunctionType):
+                skip(function.__code__)
+
+
+# Hooks that are off for a while: of which module's, the number of the hook, the hook.
+TakenOff = list[tuple[Any, int, Any]]
+
+
+def take_off(handles: Iterable[Any]) -> TakenOff:
+    """Take hooks off where they are the module's only ones: such modules are called faster.
+
+    In a version of torch whose handles are different nothing is taken off.
+    """
+    taken: TakenOff = []
+    for handle in handles:
+        find = getattr(handle, "hooks_dict_ref", None)
+        hooks = None if find is None else find()
+        if hooks is not None and len(hooks) == 1 and handle.id in hooks:
+            taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    return taken
+
+
+def put_back(taken: TakenOff) -> None:
+    """Put hooks back, before those that have been registered meanwhile."""
+    while taken:
+        hooks, number, hook = taken.pop()
+        hooks[number] = hook
+        hooks.move_to_end(number, last=False)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def number_of_backward() -> int:
+    """A number of the backward pass that is running (a reentrant one has its own)."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if number is None else int(number())
+
+
+def default_store() -> Any:
+    """The store that joined the ranks, ``None`` if this version of torch keeps it elsewhere."""
+    from torch.distributed import distributed_c10d
+
+    found = getattr(distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
+
+
+def communication_state(model: nn.Module) -> str:
+    """How far each FSDP2 unit has come in a pass: equal where ranks have communicated equally."""
+    states = []
+    for module in model.modules():
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        for group in _groups(None if state_of is None else state_of()):
+            training = getattr(getattr(group, "_training_state", None), "name", "-")
+            fetched = getattr(group, "_all_gather_result", None) is not None
+            states.append(f"{training[:3]}{'+' * fetched}")
+    return " ".join(states)
+
+
+def is_idle(model: nn.Module) -> bool:
+    """Whether no FSDP2 unit is in the middle of a pass."""
+    return set(communication_state(model).split()) <= {"IDL"}

@@ -1,0 +1,1 @@
+"""What is promised: the parameters of privacy, clipping, noise."""

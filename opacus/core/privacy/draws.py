@@ -1,0 +1,85 @@
+"""Items that a Poisson sampler drew, compared with the samples that a step saw.
+
+Note [Items are samples]
+    The accountant counts items of the data set: each is in a batch with the sample rate. What
+    is clipped are the samples that the model saw. Where a collate function makes several rows of
+    an item, or one row of several, an item may change the sum by more than C, or the step is
+    of another batch than the one that was drawn.
+
+    A loader of ours delivers batches in the order of the draws. A training loop may fetch
+    batches ahead, leave some out, or split one; so the samples that steps have seen since
+    the last match must be the size of *one* batch that was delivered and not used, and those
+    delivered before it are taken as left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Draws:
+    """The batches of one Poisson sampler, from their delivery to the step.
+
+    Attributes:
+        started: Whether anything has been drawn.
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        self._logical = 0
+        self._waiting: deque[tuple[int, int]] = deque()  # (items, number of the logical batch)
+        self._seen = 0
+        self._used: set[int] = set()  # logical batches in the step so far
+
+    def deliver(self, items: int, last: bool = True) -> None:
+        """A batch of so many items goes to the training loop.
+
+        Args:
+            items: Number of samples that it must have.
+            last: Whether it is the last part of its logical batch.
+        """
+        self._waiting.append((items, self._logical))
+        self._logical += last
+
+    def forget(self) -> None:
+        """The step is not finished: what it has seen is dropped, delivered batches remain."""
+        self._seen = 0
+        self._used.clear()
+
+    def check(self, samples: int, final: bool) -> None:
+        """A step has taken in so many samples.
+
+        Args:
+            samples: Number of samples since the latest call.
+            final: Whether they are the last ones of the step.
+
+        Raises:
+            RuntimeError: They are not the items that were drawn, or of several draws.
+        """
+        seen = self._seen + samples
+        place = next((k for k, (items, _) in enumerate(self._waiting) if items == seen), None)
+        used = self._used if place is None else {*self._used, self._waiting[place][1]}
+        if len(used) > 1:
+            raise RuntimeError(
+                "several batches of the Poisson loader were added up for one step: a sample may "
+                "be in more than one of them, so that it counts more than once. Step after each "
+                "batch, and make the loader's batch_size larger for a larger batch; "
+                "BatchMemoryManager splits it where memory is short. zero_grad() or "
+                "reset_accumulation() drops what was added up"
+            )
+        if place is None and final and seen and self._waiting:
+            items = [items for items, _ in self._waiting]
+            raise RuntimeError(
+                f"the data loader drew {items[-1]} items for this batch, but the step saw {seen} "
+                "samples: privacy is counted for items, and clipped were samples. Let the collate "
+                "function make exactly one row of each item (windows of one item: [items, "
+                "windows, ...], averaged in the model; packed rows: pack before sampling, so that "
+                "a row is an item), and pass whole batches of the private loader to the model"
+            )
+        self._seen, self._used = seen, used
+        if place is not None:
+            for _ in range(place + 1):
+                self._waiting.popleft()
+            self._seen = 0
+        if final:
+            self.forget()

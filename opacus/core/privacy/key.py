@@ -1,0 +1,180 @@
+"""Keys: where the random numbers of the privacy guarantee come from.
+
+A run has one secret key, from the operating system. Every random number of the guarantee is a
+function of that key, its purpose (noise, sampling), the step, the parameter's name and the number
+of the element (or of the data set's item). So the numbers are the same on any number of ranks and
+devices, the global seed does not change them, and none comes twice: the step only ever grows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from opacus.core.platform.switches import switched_on
+
+_BYTES = 32
+# Purposes: gradients' noise, that of the count in adaptive clipping, noise asked for by itself,
+# and the coin tosses of sampling.
+NOISE, COUNT, APART, SAMPLING = "noise", "count", "apart", "sampling"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A secret of 32 bytes. Who knows it can recompute, and so remove, the noise.
+
+    Attributes:
+        secret: The bytes.
+    """
+
+    secret: bytes = field(repr=False)
+
+    def derive(self, *labels: str) -> bytes:
+        """32 bytes, others for other labels, which tell nothing of the secret."""
+        text = b"".join(struct.pack("<q", len(t)) + t for t in (label.encode() for label in labels))
+        return hashlib.blake2b(text, key=self.secret, digest_size=_BYTES).digest()
+
+    @property
+    def identifier(self) -> str:
+        """A public name of the key: equal for equal keys. It tells nothing of the secret."""
+        return self.derive("identifier").hex()[:32]
+
+
+class RunKey:
+    """The key of a run and the number of its next step, which never comes again.
+
+    The secret comes from the operating system. It comes from a seed instead where that is asked
+    for: with a generator, or with ``OPACUS_REPRODUCIBLE=1`` (then from torch's global generator on
+    the CPU). Runs with equal seeds then have equal random numbers, and whoever knows the seed
+    knows them. The numbers for it are drawn when the object is made; what happens to the generator
+    afterwards changes nothing.
+
+    A copy (``copy.deepcopy``, ``pickle``) gets a key of its own, from the operating system.
+
+    Args:
+        generator: A seeded source.
+        secure: Never from a seed.
+        shared: All ranks of the default process group have rank 0's key. The first use is then a
+            collective call.
+
+    Attributes:
+        asked: Whether a seed was asked for.
+        seeded: Whether the key comes from it.
+    """
+
+    def __init__(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        secure: bool = False,
+        shared: bool = False,
+    ) -> None:
+        asked = generator is not None or reproducible_from_environment()
+        self.asked = asked and not secure and not isinstance(generator, SystemGenerator)
+        self.seeded = self.asked
+        self.shared = shared
+        self._next: dict[str, int] = {}
+        self._secret = seed_bytes(generator) if self.seeded else None
+        self._key: Key | None = None
+        self._derived: dict[tuple[str, str], bytes] = {}
+
+    @property
+    def key(self) -> Key:
+        """The key; agreed on by all ranks when it is first asked for, if it is shared."""
+        if self._key is None:
+            secret = os.urandom(_BYTES) if self._secret is None else self._secret
+            self._key = Key(_of_rank_0(secret) if self.shared else secret)
+        return self._key
+
+    def stream(self, purpose: str, name: str) -> bytes:
+        """32 bytes for the random numbers of one purpose and parameter."""
+        known = self._derived.get((purpose, name))
+        if known is None:
+            known = self._derived[purpose, name] = self.key.derive(purpose, name)
+        return known
+
+    @property
+    def step(self) -> int:
+        """Number of the next step's noise: how many steps have had theirs."""
+        return self._next.get(NOISE, 0)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The next number of each purpose."""
+        return dict(self._next)
+
+    def advance(self, purpose: str) -> int:
+        """A number that this purpose has not had before; call it on all ranks alike."""
+        number = self._next.get(purpose, 0)
+        self._next[purpose] = number + 1
+        return number
+
+    def at_least(self, numbers: Mapping[str, int]) -> None:
+        """Never give out a smaller number for a purpose than these."""
+        for purpose, number in numbers.items():
+            self._next[purpose] = max(number, self._next.get(purpose, 0))
+
+    def renew(self) -> None:
+        """A new key from the operating system; the numbers go on."""
+        self.seeded, self._secret, self._key = False, None, None
+        self._derived.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key's name and the next numbers: nothing of this is secret."""
+        return {"key": self.key.identifier, "next": self.numbers}
+
+    def is_of(self, state: dict[str, Any]) -> bool:
+        """Whether a :meth:`state_dict` was taken with this key."""
+        return bool(state.get("key") == self.key.identifier)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the secret: two copies would draw the same noise for different sums."""
+        lost = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
+        return {**vars(self), **lost, "_next": self.numbers}
+
+
+class SystemGenerator(torch.Generator):
+    """Stands for the operating system where a generator is asked for; see ``secure_mode``.
+
+    For what does not belong to the guarantee (the seeds of data loader workers, shuffling) it is
+    an ordinary generator, seeded by the operating system.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manual_seed(int.from_bytes(os.urandom(7), "big"))
+
+
+def reproducible_from_environment() -> bool:
+    """Whether ``OPACUS_REPRODUCIBLE`` asks for keys from torch's global seed.
+
+    Raises:
+        ValueError: It is neither ``0`` nor ``1``.
+    """
+    return switched_on("OPACUS_REPRODUCIBLE")
+
+
+def seed_bytes(generator: torch.Generator | None) -> bytes:
+    """32 bytes drawn from a generator; from the global one of the CPU if ``None``.
+
+    Not from the one of the default device, which may be another one.
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    drawn = torch.randint(2**62, (_BYTES // 8,), generator=generator, device=device)
+    return struct.pack("<4q", *drawn.tolist())
+
+
+def _of_rank_0(secret: bytes) -> bytes:
+    """Rank 0's bytes, on all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return secret
+    box: list[Any] = [secret]
+    dist.broadcast_object_list(box, src=0)
+    return bytes(box[0])

@@ -1,0 +1,146 @@
+"""Gaussian noise: a function of the run's key, the step, the parameter and the element."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.kernels.noise.gaussian import Draw, add_gaussian
+from opacus.core.kernels.noise.regions import regions_of
+from opacus.core.kernels.sums.weighted_sum import consecutive
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.privacy.key import APART, RunKey
+
+# Elements whose noise is added by one call.
+PIECE_ELEMENTS = 1 << 26
+# What wrappers put before a parameter's name.
+_WRAPPERS = ("_module.", "module.", "_orig_mod.")
+_INNER_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def gaussian(
+    std: float,
+    reference: Tensor,
+    generator: torch.Generator | None = None,
+    secure_mode: bool = False,
+) -> Tensor:
+    """Noise of the shape and device of a plain tensor, in fp32 (fp64 for fp64), never twice.
+
+    Args:
+        std: Standard deviation; 0 gives zeros and draws nothing.
+        reference: Tensor whose shape, device and width the noise takes.
+        generator: A seeded source, from which a key is drawn; by default the key of each call
+            comes from the operating system.
+        secure_mode: ChaCha20, with a key from the operating system; see
+            :func:`opacus.core.kernels.noise.gaussian.add_gaussian`. ``generator`` is not used.
+    """
+    zeros = torch.zeros(reference.shape, dtype=_wide(reference.dtype), device=reference.device)
+    if std:
+        key = RunKey(generator, secure=secure_mode)
+        add_noise(std, [(zeros, zeros, "")], key, APART, secure_mode)
+    return zeros
+
+
+def add_noise(
+    std: float,
+    sums: Sequence[tuple[Tensor, Tensor, str]],
+    key: RunKey,
+    purpose: str,
+    secure: bool = False,
+    number: int | None = None,
+) -> None:
+    """Write sums with noise to where they go; of sharded tensors, each rank its own shard.
+
+    Args:
+        std: Standard deviation, positive.
+        sums: Sum, target (of the same shape and layout; may be the sum itself) and the
+            parameter's name, which no two of a run share.
+        key: Of the run.
+        purpose: What the noise is for.
+        secure: ChaCha20 instead of Philox.
+        number: Of the step, from ``key.advance``; by default a new one.
+    """
+    step = key.advance(purpose) if number is None else number
+    draws: list[Draw] = []
+    back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
+    for source, target, name in sums:
+        own, place = local(source), local(target)
+        stream = key.stream(purpose, name)
+        if not place.is_contiguous():
+            back.append(
+                (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
+            )
+        draws += _draws(source, own.contiguous(), place, stream)
+    for piece in consecutive(draws, lambda draw: draw.region.size, PIECE_ELEMENTS):
+        add_gaussian(std, piece, step, secure)
+    for place, result in back:
+        place.copy_(result)
+
+
+def _draws(tensor: Tensor, source: Tensor, target: Tensor, stream: bytes) -> Iterator[Draw]:
+    regions = regions_of(tensor, source)
+    if len(regions) == 1:
+        yield Draw(source, target, regions[0], stream)
+        return
+    sizes = [region.size for region in regions]
+    parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
+    for part, place, region in parts if regions else ():
+        yield Draw(part, place, region, stream)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: all of it if it is not sharded."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- names ---
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """``id`` of each parameter -> its name, the same however the model is wrapped.
+
+    A name that would stand for two parameters without its wrappers stays as it is.
+    """
+    full = {id(parameter): name for name, parameter in module.named_parameters()}
+    short = {place: _without_wrappers(name) for place, name in full.items()}
+    return short if len(set(short.values())) == len(short) else full
+
+
+def _without_wrappers(name: str) -> str:
+    while name.startswith(_WRAPPERS):
+        name = name.split(".", 1)[1]
+    for wrapper in _INNER_WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# --- seeds of what is no part of the guarantee ---
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed in [0, 2^62) for another generator; from the global one of the CPU if ``None``.
+
+    Not from the one of the default device, which may be another one.
+    """
+    return int(torch.randint(2**62, (1,), generator=generator, device=device_of(generator)))
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """Where a generator draws; the global one of the CPU if ``None``, whatever the default is."""
+    return torch.device("cpu") if generator is None else generator.device
+
+
+def fold(seed: int, stream: int) -> int:
+    """A seed for a stream, in [0, 2^62).
+
+    Every bit of it depends on every bit of both: a generator on the CPU uses the low 32 alone.
+    """
+    digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2

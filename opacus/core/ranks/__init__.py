@@ -1,0 +1,1 @@
+"""Who holds what: meshes, reductions, and ranks that must agree."""

@@ -1,0 +1,238 @@
+"""What each mesh axis means for samples, norms, gradients and noise.
+
+==================  =================  ====================  =====================
+layout              samples on ranks   gradient sum          noise
+==================  =================  ====================  =====================
+``Single``          --                 --                    one draw
+``DataParallel``    different          all-reduce            one draw, on rank 0
+``Sharded``         different          reduce-scatter, FSDP  own stream per shard
+``TensorParallel``  the same           none                  per shard; one if whole
+==================  =================  ====================  =====================
+
+Per-sample norms are complete on the rank that holds the sample in the first three:
+they are never summed over ranks, whose samples are different people. Under tensor
+parallelism the rule of a split layer sums its parts. ``Sharded`` with the same samples on
+all ranks (``replicated.py``) sums the layers that each rank has measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opacus.core.kernels.sums.weighted_sum import consecutive
+from opacus.core.platform.profiling import REDUCTION, timed
+from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
+from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise, local
+
+
+class Single:
+    """One process.
+
+    Args:
+        generator: A seeded source of the noise; see :class:`opacus.core.privacy.key.RunKey`.
+        secure_mode: ChaCha20, with a key that never comes from a seed.
+
+    Attributes:
+        key: Key of the run.
+    """
+
+    world_size = 1
+    # Whether all ranks draw with one key.
+    shares_key: ClassVar[bool] = False
+
+    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
+        self._generator = generator
+        self.secure_mode = secure_mode
+        self.key = self._new_key()
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The seeded source of the noise, if there is one."""
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self._generator = value
+        old, self.key = self.key, self._new_key()
+        self.key.at_least(old.numbers)
+
+    def _new_key(self) -> RunKey:
+        return RunKey(self._generator, secure=self.secure_mode, shared=self.shares_key)
+
+    def noise(self, std: float, reference: Tensor) -> Tensor | None:
+        """Noise by itself, other noise in each call; None where none is due.
+
+        Args:
+            std: Standard deviation.
+            reference: A gradient; the noise has its shape, layout and device.
+        """
+        number = self.key.advance(APART)
+        if not self.noise_is_due():
+            return None
+        noise = torch.zeros_like(reference, dtype=_wide(reference.dtype))
+        if std:
+            add_noise(std, [(noise, noise, "")], self.key, APART, self.secure_mode, number)
+        return noise
+
+    def noised(
+        self,
+        std: float,
+        sums: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        in_place: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> Iterable[Tensor]:
+        """Each sum with the noise that is due to it here, a step of the key's.
+
+        Args:
+            std: Standard deviation of the noise.
+            sums: Sums of clipped gradients.
+            dtypes: Dtype of each result.
+            in_place: Overwrite sums that have it, which saves the memory of another gradient.
+            names: Names of the parameters, by which their noise differs; by default their places.
+
+        Returns:
+            The results, formed when they are asked for.
+        """
+        step = self.key.advance(NOISE)
+        due = std > 0 and self.noise_is_due()
+        names = [str(place) for place in range(len(sums))] if names is None else names
+        jobs = list(zip(sums, dtypes, names, strict=True))
+        return self._noised(std if due else 0.0, jobs, in_place, step)
+
+    def _noised(
+        self, std: float, jobs: list[tuple[Tensor, torch.dtype, str]], in_place: bool, step: int
+    ) -> Iterator[Tensor]:
+        for piece in consecutive(jobs, lambda job: local(job[0]).numel(), PIECE_ELEMENTS):
+            targets = [
+                total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+                for total, dtype, _ in piece
+            ]
+            with_target = list(zip(piece, targets, strict=True))
+            if std:
+                todo = [(total, target, name) for (total, _, name), target in with_target]
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step)
+            else:
+                for (total, _, _), target in with_target:
+                    if target is not total:
+                        target.copy_(total)
+            yield from targets
+
+    def noised_count(self, std: float, count: Tensor) -> Tensor:
+        """A count of this rank's samples, in place with the noise that is due to it here."""
+        number = self.key.advance(COUNT)
+        if std and self.draws_shared_noise():
+            add_noise(std, [(count, count, "")], self.key, COUNT, self.secure_mode, number)
+        return count
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the noised gradients over ranks, where that has not been done."""
+
+    def draws_shared_noise(self) -> bool:
+        """Whether this rank draws the noise of numbers that are summed over ranks."""
+        return True
+
+    def noise_is_due(self) -> bool:
+        """Whether gradients get noise on this rank."""
+        return True
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class DataParallel(Single):
+    """Replicas of the model with different samples (DDP)."""
+
+    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
+        super().__init__(generator, secure_mode)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def draws_shared_noise(self) -> bool:
+        return self.rank == 0
+
+    noise_is_due = draws_shared_noise  # gradients are summed over ranks after it
+
+    @timed(REDUCTION)
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+
+
+class Sharded(Single):
+    """Parameters sharded by FSDP2, different samples on each rank.
+
+    A shard's noise is that of its elements' numbers in the whole parameter: nothing is drawn
+    twice, and replicas of a shard (HSDP) draw the same.
+    """
+
+    shares_key = True
+
+    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
+        super().__init__(generator, secure_mode)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def noise(self, std: float, reference: Tensor) -> Tensor | None:
+        check_sharded([reference])
+        return super().noise(std, reference)
+
+    def noised(
+        self,
+        std: float,
+        sums: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        in_place: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> Iterable[Tensor]:
+        check_sharded(sums)
+        return super().noised(std, sums, dtypes, in_place, names)
+
+    def draws_shared_noise(self) -> bool:
+        return self.rank == 0
+
+
+class TensorParallel(Single):
+    """Layers split over ranks that all hold the same samples.
+
+    The noise of a parameter that all ranks hold whole is the same on each.
+    """
+
+    shares_key = True
+
+
+def check_sharded(tensors: Iterable[Tensor]) -> None:
+    """Refuse gradients that FSDP2 has not sharded.
+
+    Raises:
+        ValueError: It names the shape.
+    """
+    for tensor in tensors:
+        if not is_dtensor(tensor):
+            raise ValueError(
+                "an FSDP optimizer needs sharded gradients, got a plain tensor of shape "
+                f"{tuple(tensor.shape)}; wrap the whole model with FSDP2Wrapper first"
+            )
+
+
+def divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide all tensors in place, this rank's shards of sharded ones."""
+    locals_ = [t.to_local() if is_dtensor(t) else t for t in tensors]
+    if locals_ and divisor != 1:
+        torch._foreach_div_(locals_, divisor)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make FSDP2 add gradients over ranks; DP needs the sum, and divides once, later."""
+    for module in model.modules():
+        if is_fsdp(module):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

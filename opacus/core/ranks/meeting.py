@@ -1,0 +1,123 @@
+"""Ranks tell each other by the store that joined them what they are about to do.
+
+For moments at which a collective could hang because ranks may not agree on the next one. No
+collective, and nothing on the device; a meeting costs some round trips to the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import nn
+
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import default_store
+
+_SAME, _DIFFER = b"same", b"differ"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks said: ``None`` for one that was not there in time."""
+
+    said: dict[int, str | None]
+
+    @property
+    def agreed(self) -> bool:
+        return len(set(self.said.values())) == 1
+
+
+class Meetings:
+    """Meetings of the ranks that share a model; each rank makes the same ones.
+
+    Args:
+        ranks: Those that meet.
+        purpose: Part of the keys in the store.
+    """
+
+    _made: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, ranks: Iterable[int], purpose: str) -> None:
+        self.ranks = sorted(ranks)
+        self._rank = dist.get_rank()
+        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
+        self._made[purpose + digest] += 1
+        self._prefix = f"opacus/{purpose}/{digest}/{self._made[purpose + digest]}"
+        self._store: Any = default_store()
+        self._last = ""
+
+    def meet(self, label: str, value: str, wait: float) -> Outcome:
+        """Compare ``value`` with what the other ranks say; not empty.
+
+        Args:
+            label: Which meeting it is: the same on all ranks, another one each time.
+            value: What this rank says, not empty.
+            wait: Seconds to wait for the others. If one says something else it takes no longer
+                than that.
+        """
+        if self._store is None or len(self.ranks) == 1:
+            return Outcome({self._rank: value})
+        key, store = f"{self._prefix}/{label}", self._store
+        store.set(f"{key}/{self._rank}", value)
+        if store.compare_set(f"{key}/value", "", value) != value.encode():
+            store.set(f"{key}/end", _DIFFER)
+        elif store.add(f"{key}/count", 1) == len(self.ranks):
+            store.set(f"{key}/end", _SAME)
+        if self._ended(key, wait) == _SAME:
+            self._forget_last(key)
+            return Outcome(dict.fromkeys(self.ranks, value))
+        return Outcome({rank: self._get(f"{key}/{rank}") for rank in self.ranks})
+
+    def _ended(self, key: str, wait: float) -> bytes | None:
+        """How the meeting ended, ``None`` if it did not."""
+        deadline = time.monotonic() + wait
+        for pause in itertools.chain((0.0, 0.001, 0.005), itertools.repeat(0.02)):
+            if self._store.check([f"{key}/end"]):
+                end: bytes = self._store.get(f"{key}/end")
+                return end
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+        return None
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _forget_last(self, key: str) -> None:
+        """All have come to this meeting, so all have left the one before."""
+        if self._last:
+            self._store.delete_key(f"{self._last}/{self._rank}")
+            if self._rank == self.ranks[0]:
+                for part in ("value", "count", "end"):
+                    self._store.delete_key(f"{self._last}/{part}")
+        self._last = key
+
+    def announce(self, text: str) -> None:
+        """Leave a message for ranks that wait in a collective until their peers are gone."""
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/announced", text)
+
+    def announced(self) -> str | None:
+        """A message that another rank has left."""
+        try:
+            return None if self._store is None else self._get(f"{self._prefix}/announced")
+        except RuntimeError:  # the store has gone with the rank that held it
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None}
+
+
+def ranks_with(model: nn.Module) -> list[int]:
+    """The ranks on the widest mesh that a parameter of the model lies on, or all ranks."""
+    meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
+    if not meshes:
+        return list(range(dist.get_world_size()))
+    return max(meshes, key=lambda mesh: mesh.ndim).mesh.flatten().tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,250 @@
+"""Sums clipped gradients over ranks into the shards of FSDP2's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
+from opacus.core.platform.profiling import REDUCTION, each_layer, timed
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import as_sharded
+from opacus.core.sums.one_pass import BUCKET_ELEMENTS, Terms
+
+# Parameters up to this size (biases, norms) go into buckets of their own, at the end.
+SMALL_ELEMENTS = 1 << 16
+# Buckets whose reduction may run while the next one is filled.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a parameter lies on the ranks.
+
+    Attributes:
+        group: Ranks that hold its different shards.
+        replicas: Ranks that hold the same shard (HSDP), or ``None``.
+        world: Number of shards W.
+        dim: Dimension that is cut.
+        size: Elements of the largest shard, which all are padded to.
+        dtype: Type in which gradients are summed.
+    """
+
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    world: int
+    dim: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Elements of the padded whole."""
+        return self.world * self.size
+
+
+@dataclass
+class _Bucket:
+    """One reduction: the parameters in it, where each starts, and its buffers."""
+
+    names: list[str]
+    starts: list[int] = field(default_factory=list)
+    whole: Tensor | None = None
+    shard: Tensor | None = None
+    work: Any = None
+
+
+# torch 2.13 renamed it; the old name warns there.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ShardedSink:
+    """Reduce-scatters clipped sums, a bucket at a time, while the next bucket is filled.
+
+    Every rank reduces all trainable parameters in the same order, also those that took
+    no part in its own batch: an unused branch or an empty batch cannot make ranks wait
+    for each other.
+
+    Args:
+        parameters: Trainable and frozen parameters by name, sharded by FSDP2.
+        reduce_dtypes: Type in which the gradient of each is summed.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self.parameters = parameters
+        self.reduce_dtypes = reduce_dtypes
+        self._shards: dict[str, Shards] = {}
+        self._waiting: dict[str, Terms] = {}
+        self._small: dict[str, Terms] = {}
+        self._elements = 0
+        self._flying: list[_Bucket] = []
+        self.reductions = 0  # started so far, the same number on all ranks
+
+    def put(self, name: str, terms: Terms) -> None:
+        """Take one parameter; starts a reduction when a bucket is full."""
+        if self._shards_of(name).elements <= SMALL_ELEMENTS:
+            self._small[name] = terms  # together, after the others
+        else:
+            self._take(name, terms)
+
+    def _take(self, name: str, terms: Terms) -> None:
+        shards = self._shards_of(name)
+        previous = next(reversed(self._waiting), None)
+        if previous is not None and (
+            self._elements + shards.elements > BUCKET_ELEMENTS
+            or not _same_reduction(self._shards_of(previous), shards)
+        ):
+            self._launch()
+        self._waiting[name] = terms
+        self._elements += shards.elements
+
+    def finish(self) -> None:
+        """Reduce what is left and set every parameter's ``grad``."""
+        small, self._small = self._small, {}
+        for name, terms in small.items():
+            self._take(name, terms)
+        if self._waiting:
+            self._launch()
+        while self._flying:
+            self._land(self._flying.pop(0))
+
+    def abandon(self) -> None:
+        """See :class:`~opacus.core.sums.one_pass.GradientSink`."""
+        self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
+
+    def _launch(self) -> None:
+        waiting, self._waiting, self._elements = self._waiting, {}, 0
+        bucket = _Bucket(list(waiting))
+        first = self._shards_of(bucket.names[0])
+        if len(self._flying) >= IN_FLIGHT:
+            self._land(self._flying.pop(0))
+        total = sum(self._shards_of(n).size for n in bucket.names)
+        device = next(iter(waiting.values())).factors.device
+        bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
+        start = 0
+        for name in bucket.names:
+            bucket.starts.append(start)
+            start += self._shards_of(name).size
+        self._fill(bucket, bucket.whole, waiting)
+        bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
+        bucket.work = _reduce_scatter(
+            bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True
+        )
+        self._flying.append(bucket)
+        self.reductions += 1
+
+    def _fill(self, bucket: _Bucket, whole: Tensor, waiting: dict[str, Terms]) -> None:
+        """Evaluate the sums into ``whole`` ``[W, n]``, stored gradients in one launch."""
+        batched: list[tuple[Terms, int, int]] = []
+        for name, start in zip(bucket.names, bucket.starts, strict=True):
+            shards, terms = self._shards_of(name), waiting.pop(name)
+            even = shards.dim == 0 and shards.elements == self.parameters[name].numel()
+            stored = terms.stored
+            alone = stored is not None and len(stored) > 0 and not terms.later and even
+            if alone and can_batch(stored, terms.factors):  # type: ignore[arg-type]
+                batched.append((terms, start, shards.size))
+            else:
+                _fill(whole[:, start : start + shards.size], terms, even, shards)
+        if batched:
+            weighted_sums(
+                [t.stored for t, _, _ in batched if t.stored is not None],
+                [t.factors for t, _, _ in batched],
+                batched[0][0].excluded,
+                whole,
+                [start for _, start, _ in batched],
+                [size for _, _, size in batched],
+            )
+
+    @timed(REDUCTION)
+    @each_layer
+    def _land(self, bucket: _Bucket) -> None:
+        bucket.work.wait()
+        bucket.whole = bucket.work = None
+        assert bucket.shard is not None
+        replicas = self._shards_of(bucket.names[0]).replicas
+        if replicas is not None:
+            dist.all_reduce(bucket.shard, group=replicas)
+        parts = bucket.shard.split([self._shards_of(name).size for name in bucket.names])
+        for name, values in zip(bucket.names, parts, strict=True):
+            add_shard(self.parameters[name], values)
+
+    def _shards_of(self, name: str) -> Shards:
+        if name not in self._shards:
+            dtype = self.reduce_dtypes.get(name, torch.float32)
+            self._shards[name] = shards_of(name, self.parameters[name], dtype)
+        return self._shards[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        transient = {"_shards": {}, "_waiting": {}, "_small": {}, "_elements": 0, "_flying": []}
+        return {**self.__dict__, **transient}
+
+
+def add_shard(parameter: Any, values: Tensor) -> None:
+    """Add to the gradient of a sharded parameter.
+
+    Args:
+        parameter: Sharded by FSDP2.
+        values: Flat; starts with this rank's shard of what is added.
+    """
+    local = parameter.to_local()
+    size = local.numel()
+    own = (values if values.numel() == size else values[:size]).view(local.shape)
+    grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def can_reduce(placements: Sequence[Any]) -> bool:
+    """Whether :class:`ShardedSink` takes it: sharded on one axis, the last of one or two."""
+    axes = [axis for axis, place in enumerate(placements) if place.is_shard()]
+    return axes == [len(placements) - 1] and len(placements) <= 2
+
+
+def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
+    """How ``parameter`` lies on the ranks.
+
+    Raises:
+        ValueError: It is not sharded along exactly one mesh axis, the last one.
+    """
+    places = parameter.placements if is_dtensor(parameter) else ()
+    if not can_reduce(places):
+        raise ValueError(
+            f"parameter '{name}' has placements {places}: the *_fsdp_bk modes need FSDP2 on a "
+            "mesh with one axis, or (replicate, shard). Use the mode without _bk"
+        )
+    mesh, axis = parameter.device_mesh, len(places) - 1
+    dim = getattr(places[axis], "dim", 0)
+    world = mesh.size(axis)
+    rows = -(-parameter.shape[dim] // world)
+    rest = parameter.numel() // max(1, parameter.shape[dim])
+    wide = torch.float64 if parameter.dtype == torch.float64 else dtype
+    return Shards(
+        group=mesh.get_group(axis),
+        replicas=mesh.get_group(0) if axis else None,
+        world=world,
+        dim=dim,
+        size=rows * rest,
+        dtype=wide,
+    )
+
+
+def _same_reduction(one: Shards, other: Shards) -> bool:
+    return (one.group, one.replicas, one.dtype) == (other.group, other.replicas, other.dtype)
+
+
+def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:
+    """Write a gradient into ``part`` ``[W, size]``, row r the shard of rank r."""
+    if even:
+        terms.write(part)
+        return
+    part.zero_()
+    whole = terms.value()
+    if whole is not None:
+        for row, piece in zip(part, whole.chunk(shards.world, dim=shards.dim), strict=False):
+            row[: piece.numel()].copy_(piece.reshape(-1))

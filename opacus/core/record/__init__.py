@@ -1,0 +1,1 @@
+"""From a model's run to records: what each layer was given, and what came back."""

@@ -1,0 +1,145 @@
+"""The two hooks of a tapped layer; see :mod:`opacus.core.record.recorder`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.record import compiled as compiled_tap
+from opacus.core.record.layers import Layer
+from opacus.core.record.provenance import IndexCheck
+from opacus.core.record.tap import Use
+from opacus.core.record.whole import is_alias
+from opacus.core.rules.spec import LayerSpec
+
+
+class Taps(Protocol):
+    """What the hooks of a layer ask of the recorder.
+
+    Attributes:
+        detach: Whether the layer runs on detached parameters.
+        taps_in_graphs: Whether compiled graphs contain taps.
+        indices: Whether rows are samples; told of a layer while it ``follows``.
+    """
+
+    detach: bool
+    taps_in_graphs: bool
+    indices: IndexCheck
+
+    def active(self, module: nn.Module) -> bool:
+        """Whether the layer is tapped if it runs now."""
+
+    def tap(
+        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
+    ) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets."""
+
+    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
+        """Refuse a layer whose rows are found not to be samples."""
+
+    def note_rows(self, layer: Layer, output: Any) -> None:
+        """The layer ran without a tap."""
+
+    def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
+        """The layer, with these trainable parameters, has run in a compiled graph."""
+
+
+class LayerHooks:
+    """The two hooks of one layer (an object, so that models can be copied and pickled).
+
+    Both also run while ``torch.compile`` traces them: what they read then must be equal in
+    equal layers, or each layer would get a graph of its own.
+    """
+
+    def __init__(self, recorder: Taps, layer: Layer) -> None:
+        self.recorder = recorder
+        self.layer = layer
+        # Parameters of the calls that are running, whose place detached ones have.
+        self._swapped: list[dict[str, nn.Parameter]] = []
+        self.key = compiled_tap.key_of(self)
+        self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Put detached parameters in the places of the trainable ones."""
+        recorder = self.recorder
+        if not (recorder.detach and recorder.active(module)):
+            return
+        parameters = self.layer.module._parameters
+        kept: dict[str, nn.Parameter] = {}
+        for name in self.layer.spec.params:
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
+                kept[name] = parameter
+        self._swapped.append(kept)
+        for name, parameter in kept.items():
+            parameters[name] = parameter.detach()  # type: ignore[assignment]
+
+    def put_back(self) -> None:
+        """The parameters are in their places again, after calls that were interrupted."""
+        while self._swapped:
+            self.layer.module._parameters.update(self._swapped.pop())
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put the parameters back, and tap the output."""
+        spec = None
+        if self._swapped:
+            kept = self._swapped.pop()
+            self.layer.module._parameters.update(kept)
+            if len(kept) == len(self.layer.spec.params):
+                spec = self.layer.spec  # all of them are trainable
+        if output is None or not self.recorder.active(module):
+            self.recorder.note_rows(self.layer, output)
+            return None
+        compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
+        if compiling and _is_plain(args, kwargs, output):
+            names = self._trainable_names()
+            return compiled_tap.tap(output, args[0], self, names) if names else None
+        try:
+            tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
+        except RuntimeError as error:
+            if not under_functorch():
+                raise
+            raise RuntimeError(
+                f"{self.layer.spec} belongs to a private model, which records its layers in "
+                "training, and not under torch.func (vmap, grad, ...): call disable_hooks() or "
+                "eval() on the wrapper first, or use the model of to_standard_module()"
+            ) from error
+        if self.recorder.indices.follows:
+            self.recorder.check_rows(self.layer, (args, kwargs), tapped)
+        return tapped
+
+    def _trainable_names(self) -> tuple[str, ...]:
+        """As ``Layer.trainable_now``, but equal in equal layers."""
+        parameters: list[str] = []
+        for name in self.layer.spec.params:
+            parameter = self.layer.module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                parameters.append(name)
+        return tuple(parameters)
+
+    def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
+        """See :meth:`Taps.begin_compiled`."""
+        return self.recorder.begin_compiled(self.layer, output, names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_swapped": [], "key": None, "mark": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.key = compiled_tap.key_of(self)  # of the copy, not of what it was copied from
+        self.mark = compiled_tap.new_mark()
+
+
+def _is_plain(args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether a layer turned one tensor of numbers into another one, as most do."""
+    return (
+        len(args) == 1
+        and not kwargs
+        and type(args[0]) is Tensor
+        and type(output) is Tensor
+        and args[0].is_floating_point()
+        and output.is_floating_point()
+    )

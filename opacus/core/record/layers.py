@@ -1,0 +1,102 @@
+"""The layers of a model, with the rule of each and the owners of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from opacus.core.rules import RULES, LayerRule, rule_for
+from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
+from opacus.core.rules.spec import LayerSpec, make_spec
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module whose directly owned parameters get per-sample gradients.
+
+    Attributes:
+        owners: Local parameter name -> name of the parameter in the model; the
+            same for all layers that share a parameter.
+        shared: Whether another layer has one of these parameters too.
+        batch_first: Whether this layer has the batch in dimension 0 (else in 1); ``None``
+            if it goes by what the model says.
+        features: Number of last dimensions of the output that are not samples or time
+            steps; ``None`` if unknown.
+    """
+
+    module: nn.Module
+    spec: LayerSpec
+    rule: LayerRule
+    owners: Mapping[str, str]
+    shared: bool = False
+    batch_first: bool | None = None
+    features: int | None = None
+    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
+        """The layer, and ``spec``, of records that hold the gradients of units themselves."""
+        spec = given(spec)
+        return replace(self, spec=spec, rule=UNIT_GRADIENTS, _parts={}), spec
+
+    def part(self, params: tuple[str, ...]) -> LayerSpec:
+        """The spec restricted to some of its parameters."""
+        if params not in self._parts:
+            self._parts[params] = replace(self.spec, params=params)
+        return self._parts[params]
+
+    def trainable_now(self) -> LayerSpec:
+        """The spec restricted to the parameters that still require gradients."""
+        parameters, spec = self.module._parameters, self.spec
+        for name in spec.params:
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad:
+                names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
+                return self.part(names)
+        return spec
+
+
+def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
+    """One :class:`Layer` for each module that directly owns a trainable parameter.
+
+    Args:
+        model: The model; modules that appear twice are listed once.
+        choose: Picks the rule of a module.
+    """
+    owner = {id(p): name for name, p in model.named_parameters()}
+    layers = []
+    for name, module in model.named_modules():
+        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+            continue
+        rule = choose(module)
+        try:
+            spec = make_spec(name, module, rule.options(module))
+        except ValueError as error:
+            raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
+        owners = {p: owner[id(module._parameters[p])] for p in spec.params}
+        written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
+        batch_first = written.batch_leads or _own_layout(module, spec)
+        features = written.features(spec)
+        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first, features=features))
+    _mark_shared(layers)
+    return layers
+
+
+def _own_layout(module: nn.Module, spec: LayerSpec) -> bool | None:
+    """What a layer says of itself: whether its batch comes first."""
+    own = spec.options.get("batch_first", getattr(module, "batch_first", None))
+    return own if isinstance(own, bool) else None
+
+
+def _mark_shared(layers: list[Layer]) -> None:
+    holders: dict[str, set[str]] = {}
+    for layer in layers:
+        for owner in layer.owners.values():
+            holders.setdefault(owner, set()).add(layer.spec.name)
+    for layer in layers:
+        layer.shared = any(len(holders[owner]) > 1 for owner in layer.owners.values())
+
+
+def _requires_grad(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad

@@ -1,0 +1,462 @@
+"""Watches a model run: every use of a layer becomes one record per backward pass.
+
+Note [How a layer is tapped]
+    A forward hook sends the layer's output through :class:`~opacus.core.record.tap.Tap`, an
+    identity whose backward receives the gradient with respect to that output. The layer's
+    inputs are kept as the tap's *saved tensors*, so that activation checkpointing
+    and offloading treat them like any other saved tensor, an in-place change of
+    them raises, and nothing outlives the graph. The tap's result aliases the
+    output without being a view of it for autograd: in-place operations that follow
+    are differentiated as usual and do not disturb what the tap sees.
+
+Note [No parameter gradients]
+    With ``detach=True`` the layer runs on detached aliases of its trainable
+    parameters. Autograd then never forms (nor, under FSDP or DDP, communicates)
+    a weight gradient, in whichever way backward is started. Whatever gradient a
+    trainable parameter still receives from autograd came past the taps.
+
+Note [Forward passes and generations]
+    The rows of one forward call belong together. If a second forward starts while the
+    first still waits for its backward, both are of one generation: their records
+    describe the same batch rows (weight sharing across calls). Outputs that never get a
+    backward do not wait once that of others has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from opacus.core.platform.torch_internals import (
+    number_of_backward,
+    prepare_for_graphs,
+    renumber,
+    under_functorch,
+)
+from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
+from opacus.core.record.hooks import LayerHooks
+from opacus.core.record.layers import Layer
+from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
+from opacus.core.record.record import ForwardPass, Generation, Record
+from opacus.core.record.regroup import regrouped
+from opacus.core.record.tap import (
+    ANCHOR,
+    Tap,
+    Use,
+    differentiable,
+    prepared,
+    rows_of,
+    tap_one,
+    to_front,
+)
+from opacus.core.record.trail import Follower, can_follow
+from opacus.core.record.whole import LoneSample, WholeUse, only_whole
+from opacus.core.rules.generic import Call
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units, only_unit
+
+
+class Recorder:
+    """Attaches taps to layers and hands a :class:`Record` to ``sink`` for each use.
+
+    Args:
+        root: The model; its forward delimits forward passes.
+        layers: The layers to tap.
+        sink: Called in the backward pass, without gradient tracking.
+        batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
+        detach: See Note [No parameter gradients].
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: list[Layer],
+        sink: Callable[[Record], None],
+        *,
+        batch_first: bool = True,
+        detach: bool = False,
+    ) -> None:
+        self.layers = layers
+        self.sink = sink
+        self.batch_first = batch_first
+        self.detach = detach
+        self.enabled = True
+        self.in_backward = False
+        # Runs the model without taps where its batch is one sample, if that is possible.
+        self.lone: LoneSample | None = None
+        self.bare = False  # whether layers run without taps now
+        # Whether compiled graphs contain taps, or end at each layer.
+        self.taps_in_graphs = compiled_taps_from_environment()
+        self.indices = IndexCheck(layer.spec for layer in layers)
+        self.follower = Follower()
+        self._follows = False  # whether the follower has to be asked about layers now
+        self.repeats = RepeatCheck()
+        self._current: ForwardPass | None = None
+        self._generation = Generation()
+        self.latest_batch: int | None = None
+        own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
+        self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
+        self._latest_sizes: frozenset[int] = frozenset()
+        self.handles = [
+            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
+            root.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        self._hooks = [LayerHooks(self, layer) for layer in layers]
+        for layer, hooks in zip(layers, self._hooks, strict=True):
+            before = layer.module.register_forward_pre_hook(hooks.before)
+            after = layer.module.register_forward_hook(
+                hooks.after, with_kwargs=True, prepend=True, always_call=True
+            )
+            self.handles += [renumber(before), renumber(after)]
+        prepare_for_graphs(PLAIN)
+
+    @property
+    def layer_handles(self) -> list[tuple[Any, Any]]:
+        """The handles of each layer's hooks, before and after it runs."""
+        own = self.handles[2 : 2 + 2 * len(self.layers)]
+        return list(zip(own[::2], own[1::2], strict=True))
+
+    def remove(self) -> None:
+        """Take every hook off; the modules are as they were before."""
+        self.end_lone()
+        for hooks in self._hooks:
+            hooks.put_back()
+        while self.handles:
+            self.handles.pop().remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is known of earlier forward passes; later ones start afresh."""
+        self._current = None
+        self._generation = Generation()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run modules without recording, as rules that re-run a layer do."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_current=None, _generation=Generation(), in_backward=False, bare=False)
+        state.update(_follows=False)
+        return state
+
+    # --- forward ---
+
+    def active(self, module: nn.Module) -> bool:
+        """Whether the layer is tapped if it runs now."""
+        if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
+            return False
+        return self.lone is None or not self._recomputes_lone_sample()
+
+    def _recomputes_lone_sample(self) -> bool:
+        """Whether a checkpoint runs layers again, in a backward pass that is not ours."""
+        elsewhere = self._current is None and not self.in_backward
+        return elsewhere and number_of_backward() >= 0 and self.only_lone_samples_wait()
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.in_backward:
+            return
+        if not torch.compiler.is_compiling():
+            prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
+        # Of a forward pass that was interrupted:
+        self.end_lone()
+        for hooks in self._hooks:
+            hooks.put_back()
+        if not self.enabled:
+            return
+        if self._generation.begun or not self._generation.waiting:
+            self._generation = Generation()
+        batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
+        self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
+        self._current = ForwardPass(self._generation, batch, self._latest_sizes)
+        self.latest_batch = batch
+        self._begin_following(module, (args, kwargs), batch)
+        lone = self.lone
+        if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
+            self.bare = lone.begin(self._current)
+
+    def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
+        """Find out whose rows layers get, in the forward pass that begins."""
+        self._follows = False
+        if batch is not None and batch > 1 and self.active(module) and can_follow(module, inputs):
+            self.indices.end()
+            self._follows = self.follower.begin(inputs, batch, 0 if self.batch_first else 1)
+        elif self.batch_first:
+            self.indices.begin(inputs, batch, self.active(module), module)
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._current, self._follows = None, False
+        self.indices.end()
+        if not self.in_backward:
+            self.end_lone()
+        self.follower.end(whole=output is not None)
+
+    def end_lone(self) -> None:
+        """The model's forward has ended, even by an interruption: all is in its place again."""
+        if self.in_backward:
+            return
+        if self.lone is not None:
+            self.lone.end()
+        self.bare = False
+
+    def only_lone_samples_wait(self) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        alive = self.lone is not None and bool(self.lone.alive)
+        return alive and only_whole(self._generation.waiting)
+
+    def waiting_batches(self) -> list[int]:
+        """Samples of each forward pass of this generation that waits for its backward."""
+        passes = {use.forward_pass for use in self._generation.waiting}
+        return [one.batch for one in passes if one.batch is not None]
+
+    def samples_are_told(self) -> None:
+        """The number of samples comes from the user: what waits need not have the inputs'."""
+        self._latest_sizes = frozenset()
+        for use in self._generation.waiting:
+            use.forward_pass.sizes = frozenset()
+
+    def ran_bare(self, losses: Tensor) -> bool:
+        """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
+        return self.lone is not None and self.lone.ran_for(losses, self)
+
+    def tap(
+        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
+    ) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets.
+
+        ``spec`` is that of the parameters that are trainable now, where it is known.
+        """
+        spec = layer.trainable_now() if spec is None else spec
+        if not spec.params:
+            return output
+        if len(args) == 1 and not kwargs and type(args[0]) is type(output) is Tensor:
+            return self._tap_one(layer, spec, args[0], output)
+        outputs, out_tree = tree_flatten(output)
+        picked = [i for i, o in enumerate(outputs) if differentiable(o)]
+        if not picked and self.detach:
+            raise RuntimeError(
+                f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
+                "parameters could not be trained: let it return tensors, or a tuple, list or dict "
+                "of them, or freeze it"
+            )
+        if not picked:
+            return output
+        inputs, in_tree = tree_flatten((args, kwargs))
+        tensors = [i for i in inputs if isinstance(i, Tensor)]
+        for tensor in tensors:
+            if type(tensor) is Tensor and not tensor.is_floating_point():
+                self._look_up(spec, tensor)
+        dim = self.batch_dim(layer, outputs[picked[0]].dim())
+        use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
+        picked_outputs = self._placed(use, [outputs[i] for i in picked], tensors)
+        self._register(use, picked_outputs[0].shape)
+        tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
+        for index, tensor in zip(picked, tapped, strict=True):
+            outputs[index] = tensor
+        return tree_unflatten(outputs, out_tree)
+
+    def _tap_one(self, layer: Layer, spec: LayerSpec, x: Tensor, output: Tensor) -> Any:
+        """:meth:`tap` for what most layers do: one tensor in, one out."""
+        if not output.is_floating_point() and not output.is_complex():
+            return output
+        if not x.is_floating_point():
+            self._look_up(spec, x)
+        use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
+        if self._follows or output.shape[0:1] == (1,) or use.forward_pass.batch == 1:
+            (output,) = self._placed(use, [output], [x])
+        self._register(use, output.shape)
+        return tap_one(ANCHOR, use, output, x)
+
+    def _register(self, use: Use, output_shape: torch.Size) -> None:
+        recomputed = self.in_backward
+        if recomputed and self.lone is not None and use.spec.name not in self._generation.uses:
+            self.lone.rule_out("reentrant checkpoints hide the forward pass")
+        use.register(output_shape, counted=not recomputed)
+
+    def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
+        """Check a table's indices, where it runs first: reentrant checkpoints record later."""
+        if not self.in_backward or spec.name not in self._generation.uses:
+            self.indices.look_up(spec, indices)
+
+    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
+        """Refuse a layer whose rows are found not to be samples."""
+        first = tree_leaves(tapped)[0]
+        if self.batch_dim(layer, first.dim()) == 0:
+            self.indices.ran(layer.spec, inputs, first)
+
+    def note_rows(self, layer: Layer, output: Any) -> None:
+        """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        if self._current is None or not self.bare or not layer.trainable_now().params:
+            return
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        if first is not None and first.dim():
+            dim = self.batch_dim(layer, first.dim())
+            self._current.saw(layer.spec.name, rows_of(first.shape, dim))
+
+    def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
+        """A layer, with these trainable parameters, has run in a compiled graph.
+
+        Raises:
+            RuntimeError: In a checkpoint's recomputation, where the samples are not known.
+            ValueError: The output is one row for all samples.
+        """
+        spec = layer.part(names)
+        if self.in_backward or number_of_backward() >= 0:
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, in a compiled graph: its "
+                f"samples cannot be told then. Compile parts without checkpoints, or set {ADVICE}"
+            )
+        forward_pass = self.forward_pass()
+        batch, dims = forward_pass.batch, output.dim()
+        dim = self.batch_dim(layer, dims)
+        rows_first = dims > 1 and dim == 0
+        if rows_first and output.shape[0] == 1 and batch not in (None, 1):
+            raise ValueError(
+                f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
+                f"for each sample (expand its input), freeze it, or set {ADVICE}"
+            )
+        use = Use(self, layer, spec, forward_pass, dim)
+        use.register(output.shape, counted=True)
+        return use
+
+    def forward_pass(self) -> ForwardPass:
+        """The call of the model that runs; outside of it, one of its own."""
+        if self._current is not None:
+            return self._current
+        if not self._generation.waiting and not self.in_backward:
+            self._generation = Generation()
+        recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
+        sizes = self._latest_sizes if recomputed else frozenset()
+        return ForwardPass(self._generation, sizes=sizes)
+
+    def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Find out whose the rows of a layer's outputs are; one that all share becomes many."""
+        follower = self.follower if self._follows and not self.in_backward else None
+        first = outputs[0]
+        if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
+            outputs = [self._spread(use, output, inputs) for output in outputs]
+        if follower is not None:
+            use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
+        elif use.forward_pass.batch == 1 and outputs[0].dim():
+            use.units = only_unit(outputs[0].shape, use.batch_dim)
+        return outputs
+
+    def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
+        """Give each sample its own copy of an output computed once for all of them.
+
+        A table indexed by positions of shape ``[1, T]`` is added to every sample by
+        broadcasting, which would sum the samples' gradients before the tap.
+        """
+        batch = use.forward_pass.batch
+        if batch is None or batch == 1 or output.dim() < 2 or output.shape[0] != 1:
+            return output
+        time_major = self.batch_dim(use.layer, output.dim()) == 1
+        if time_major or any(t.dim() and t.shape[0] != 1 for t in inputs):
+            return output
+        use.repeated = True
+        self.repeats.repeated(use.spec)
+        return output.expand(batch, *output.shape[1:])
+
+    # --- backward ---
+
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """Build the record of one use and hand it to the sink."""
+        generation = use.forward_pass.generation
+        generation.waiting.discard(use)
+        generation.begun = True
+        if not torch.is_grad_enabled():
+            self.sink(self._record(use, tensors, grads, borrowed))
+            return
+        with torch.no_grad():  # create_graph=True
+            self.sink(self._record(use, tensors, grads, borrowed))
+
+    def _record(
+        self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
+    ) -> Record:
+        if use.units is not None:
+            return self._regrouped(use, use.units, tensors, grads, borrowed)
+        forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
+        dim = use.batch_dim
+        backprops = [to_front(g.detach(), dim) for g in grads]
+        inputs = [to_front(t.detach(), dim) for t in tensors]
+        first = backprops[0]
+        batch, dtype = first.shape[0], first.dtype
+        if self.repeats.open:
+            self.repeats.received(use.spec, first, use.repeated)
+        if layer.rule.needs_parameters:
+            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
+        else:
+            activations = tuple([prepared(t, dtype, batch) for t in inputs])
+        return Record(
+            layer=layer,
+            spec=use.spec,
+            activations=activations,
+            backprops=first if len(backprops) == 1 else tuple(backprops),
+            rows=max(forward_pass.rows.get(name, 0), batch),
+            reused=forward_pass.generation.uses.get(name, 0) > 1,
+            generation=forward_pass.generation,
+            forward_pass=forward_pass,
+            borrowed=borrowed,
+        )
+
+    def _regrouped(
+        self,
+        use: Use,
+        units: Units,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        borrowed: bool,
+    ) -> Record:
+        """The record of a use whose rows are not the units: its row u has all that unit u has."""
+        forward_pass, layer, spec = use.forward_pass, use.layer, use.spec
+        with self.paused():  # some rules run the layer again
+            layer, spec, activations, backprops = regrouped(
+                layer, spec, units, use.rebuild, [t.detach() for t in tensors], grads
+            )
+        return Record(
+            layer=layer,
+            spec=spec,
+            activations=activations,
+            backprops=backprops,
+            rows=units.count,
+            averaged=forward_pass.batch,
+            reused=forward_pass.generation.uses.get(spec.name, 0) > 1,
+            generation=forward_pass.generation,
+            forward_pass=forward_pass,
+            borrowed=borrowed,
+        )
+
+    def batch_dim(self, layer: Layer, output_dims: int) -> int:
+        """Dimension of a layer's inputs and outputs that counts samples.
+
+        In a time-major model a layer may see ``[B, H]`` too: its head, say.
+        """
+        own = layer.batch_first
+        if own is not None:
+            return 0 if own else 1
+        lone = layer.features is not None and output_dims - layer.features < 2
+        return 0 if self.batch_first or lone else 1
+
+
+# Of no use in a compiled graph.
+PLAIN = (
+    *(Recorder, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
+    *(IndexCheck, RepeatCheck),
+)

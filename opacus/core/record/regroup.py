@@ -1,0 +1,66 @@
+"""Records whose rows are not the units become records whose row u holds all rows of unit u."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opacus.core.record.layers import Layer
+from opacus.core.record.tap import prepared
+from opacus.core.rules.base import unsupported
+from opacus.core.rules.by_unit import gradients_by_unit
+from opacus.core.rules.generic import Call
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def regrouped(
+    layer: Layer,
+    spec: LayerSpec,
+    units: Units,
+    rebuild: Callable[[list[Tensor]], Arguments],
+    tensors: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> tuple[Layer, LayerSpec, Any, Any]:
+    """Layer, spec, activations and backprops of a record in which row u is unit u.
+
+    Args:
+        layer: The layer.
+        spec: Of the parameters that count.
+        units: Of its output.
+        rebuild: Puts tensors in the places of those among the layer's arguments.
+        tensors: Its inputs, detached.
+        grads: Gradients with respect to its outputs.
+
+    Raises:
+        ValueError: Names the layer; see :meth:`LayerRule.regroup`.
+    """
+    dim = units.dim or 0
+    backprops = [_in_front(g.detach(), dim) for g in grads]
+    inputs = [_in_front(t, dim) for t in tensors]
+    first = backprops[0]
+    rule, outputs = layer.rule, first if len(backprops) == 1 else tuple(backprops)
+    if rule.needs_parameters:
+        activations: Any = Call.of(layer.module, *rebuild(inputs), dim)
+    else:
+        activations = tuple([prepared(t, first.dtype, first.shape[0]) for t in inputs])
+    if units.dim is not None:
+        return layer, spec, activations, outputs
+    if not rule.norm_is_local:
+        reason = "its rows are not the samples, which tensor parallelism does not support"
+        raise unsupported(spec, activations, outputs, reason)
+    use = None
+    if not rule.needs_parameters and isinstance(outputs, Tensor):
+        use = rule.regroup(spec, activations, outputs, units)
+    if use is not None:
+        return layer, spec, *use
+    formed = gradients_by_unit(rule, spec, activations, outputs, units)
+    return *layer.by_unit(spec), *formed
+
+
+def _in_front(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0) if 0 < dim < tensor.dim() else tensor

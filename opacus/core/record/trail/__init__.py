@@ -1,0 +1,6 @@
+"""The trail: follows, while a model runs, whose rows its tensors have."""
+
+from opacus.core.record.trail.answers import Follower, can_follow
+from opacus.core.record.trail.mode import Trail
+
+__all__ = ["Follower", "Trail", "can_follow"]

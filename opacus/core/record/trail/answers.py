@@ -1,0 +1,180 @@
+"""What the trail found in earlier forward passes, so that it need not run again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.record.trail.labels import Labels
+from opacus.core.record.trail.mode import Trail
+from opacus.core.record.trail.op import is_plain
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
+
+# Of each use of a layer in one forward pass: its units.
+Uses = dict[str, list[Units | None]]
+# Structures of inputs that are remembered at most; more are followed each time.
+MOST_ANSWERS = 4096
+
+
+class Follower:
+    """Says, while a model runs, what the units of each use of a layer are.
+
+    The first forward pass of a new structure of inputs is followed by a :class:`Trail`. Where rows
+    are moved in ways that depend on shapes alone, what it found is remembered; otherwise every
+    pass is followed. Where all layers have the units in their rows, nothing is done any more.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, Uses | None] = {}
+        self._always: set[Any] = set()  # structures that are followed each time
+        self._keys: tuple[Any, Any] = (None, None)
+        self._count = 0
+        self._trail: Trail | None = None
+        self._found: Uses = {}
+        self._known: Uses | None = None
+        self._places: dict[str, int] = {}
+
+    def begin(self, inputs: Any, count: int, dim: int) -> bool:
+        """A forward pass starts.
+
+        Args:
+            inputs: Arguments of the model.
+            count: Number of units, more than 1.
+            dim: Dimension of the inputs with one entry for each unit.
+
+        Returns:
+            Whether :meth:`units_of` has to be asked about each layer.
+        """
+        self.end()
+        leaves = tree_leaves(inputs)
+        self._keys = _structure(leaves, count), _shapes(leaves, count)
+        known = next((k for k in self._keys if k in self._answers), None)
+        self._count, self._places = count, {}
+        if known is not None and self._keys[0] not in self._always:
+            self._known = self._answers[known]
+            return self._known is not None
+        self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
+        self._trail.__enter__()
+        return True
+
+    def end(self, *, whole: bool = False) -> None:
+        """The forward pass has ended.
+
+        Args:
+            whole: Whether it has gone well.
+
+        Raises:
+            ValueError: See :meth:`Trail.check_places`.
+        """
+        trail, found = self._trail, self._found
+        self._trail, self._found, self._known = None, {}, None
+        if trail is None:
+            return
+        trail.__exit__(None, None, None)
+        if whole:
+            trail.check_places()
+        if not whole or not found or len(self._answers) >= MOST_ANSWERS:
+            return
+        units = [u for uses in found.values() for u in uses]
+        plain = all(u is None for u in units)
+        if trail.moved or (trail.decided and not plain):
+            return
+        simple = all(u is None or u.ids is None for u in units)
+        self._answers[self._keys[0 if simple else 1]] = None if plain else found
+
+    def knows(self, spec: LayerSpec, output: Tensor) -> bool:
+        """Whether the units of an output of one row are known: it is not the same for all."""
+        if self._trail is not None:
+            return isinstance(self._trail.state(output), Labels)
+        return self._next(spec) is not None
+
+    def units_of(
+        self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
+    ) -> Units | None:
+        """The units of a layer's output; ``None`` if they are its rows.
+
+        Raises:
+            ValueError: See :meth:`Trail.layer`.
+            RuntimeError: The model runs otherwise than it did on inputs of the same structure.
+        """
+        if self._trail is not None:
+            units = self._trail.layer(spec, inputs, output, batch_dim)
+            self._found.setdefault(spec.name, []).append(units)
+            return units
+        units = self._next(spec)
+        self._places[spec.name] = self._places.get(spec.name, 0) + 1
+        if units is None or units.ids is not None or units.dim is not None:
+            return units
+        rows = output.shape[0] if output.dim() else 0
+        if rows % self._count:
+            self.ran_otherwise(spec)
+        return Units(self._count, block=rows // self._count)
+
+    def ran_otherwise(self, spec: LayerSpec) -> None:
+        """The model did not do what it did before on inputs of this structure.
+
+        Raises:
+            RuntimeError: Always; from now on every such forward pass is followed.
+        """
+        self._always.add(self._keys[0])
+        raise RuntimeError(
+            f"{spec} has other rows than in an earlier forward pass with inputs of the same "
+            "structure, so whose they are is not known. Nothing was added to the model. From now "
+            "on such forward passes are followed: run the step again"
+        )
+
+    def _next(self, spec: LayerSpec) -> Units | None:
+        uses = (self._known or {}).get(spec.name, [])
+        place = self._places.get(spec.name, 0)
+        if place >= len(uses):
+            self.ran_otherwise(spec)
+        units = uses[place]
+        if units is not None and units.dim is not None:
+            return Units(self._count, dim=units.dim)
+        return units
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trail": None, "_found": {}, "_known": None}
+
+
+def can_follow(model: nn.Module, inputs: Any) -> bool:
+    """Whether a forward pass can be followed: nothing is compiled, nor under ``torch.func``."""
+    if torch.compiler.is_compiling() or under_functorch() or _is_compiled(model):
+        return False
+    return all(is_plain(t) for t in tree_leaves(inputs) if isinstance(t, Tensor))
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` made parts of the model."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
+    if dynamo is None:
+        return False
+    compiled = getattr(dynamo, "OptimizedModule", ())
+    return any(
+        isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
+    )
+
+
+def _structure(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """What of a model's inputs may decide how it moves rows, whatever the sizes."""
+    return tuple(
+        (t.dtype, *((n == count) - (n == 1) for n in t.shape))
+        if isinstance(t, Tensor)
+        else _plain(t)
+        for t in leaves
+    )
+
+
+def _shapes(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
+    return (count, *((t.dtype, t.shape) if isinstance(t, Tensor) else _plain(t) for t in leaves))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, str, float)) else type(value)

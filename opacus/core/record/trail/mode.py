@@ -1,0 +1,273 @@
+"""Follows whose rows tensors have while a model runs, operation by operation.
+
+Note [The trail]
+    Each tensor that depends on the batch has a label (:mod:`opacus.core.record.trail.labels`): the unit of
+    each of its elements. An operation that only moves elements moves the label in the same way; one
+    that computes gives its result the label of its operands, if each element is made of those of
+    one unit. Where elements of several units meet, and where an operation is not known, the trail
+    ends, with the reason: nothing is guessed.
+
+    Labels have size 1 along features, and lie on the CPU as long as no index on an accelerator
+    moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opacus.core.record.trail.computes import COMPUTES, pointwise
+from opacus.core.record.trail.labels import ConflictError, Labels, Lost, State
+from opacus.core.record.trail.memory import Memory
+from opacus.core.record.trail.moves import MOVES
+from opacus.core.record.trail.op import (
+    UNWRITTEN,
+    EndedError,
+    Handler,
+    Op,
+    is_number,
+    is_plain,
+    tensors_in,
+)
+from opacus.core.record.trail.writes import WRITES
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units, units_of
+
+_HANDLERS: dict[str, Handler] = {**MOVES, **WRITES, **COMPUTES}
+_UNWRITTEN = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+UNFOLLOWED = Lost("memory that is read before torch has written to it")
+
+
+class Trail(TorchDispatchMode):
+    """Labels of all tensors of one forward pass; active as a context manager.
+
+    Args:
+        inputs: Tensors that the model is given.
+        count: Number of units n.
+        dim: Dimension of the inputs with one entry for each unit.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor], count: int, dim: int = 0) -> None:
+        super().__init__()
+        self.count = count
+        self._memory = Memory()
+        # Whether a layer's units depend on values, so that they have to be found anew each time.
+        self.moved = False
+        # Whether the program has looked at values, and may have gone on as they say.
+        self.decided = False
+        # How often each layer was used on each unit, where its place in the batch said so.
+        self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
+        for tensor in inputs:
+            if is_plain(tensor):
+                self._note_input(tensor, dim)
+
+    def _note_input(self, tensor: Tensor, dim: int) -> None:
+        own = dim if tensor.dim() > dim else 0
+        if tensor.dim() > own and tensor.shape[own] == self.count:
+            self._memory.put(tensor, Labels(self._in_order(tensor.dim(), own)))
+
+    def _in_order(self, dims: int, dim: int) -> Tensor:
+        ids = torch.arange(self.count, device="cpu")
+        return ids.view([self.count if d == dim else 1 for d in range(dims)])
+
+    def state(self, tensor: Tensor) -> State:
+        """Whose the elements of a tensor are."""
+        return self._memory.state(tensor) if is_plain(tensor) else None
+
+    def layer(
+        self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
+    ) -> Units | None:
+        """The units of the output of a layer that has run; ``None`` if they are its rows.
+
+        What is not known of it is assumed from here on: that its rows are the units. A later
+        operation that contradicts this is refused, by the name of the layer.
+
+        Raises:
+            ValueError: The layer's rows are made of several units, or it is not known of which,
+                and they are not as many.
+        """
+        state = self.state(output)
+        if isinstance(state, Labels):
+            self.moved |= state.moved
+            units = units_of(state.ids, output.shape, self.count, batch_dim)
+            if units is not None and units.ids is not None and not state.moved:
+                self._note_use(spec, units.ids)
+            return units
+        before = [self.state(t) for t in inputs]
+        mixed = next((s for s in [state, *before] if isinstance(s, Lost) and s.mixed), None)
+        if mixed is not None:
+            raise ValueError(
+                f"{spec} is given rows that are of no single sample: {mixed.reason}. Its gradient "
+                "has no part that belongs to one sample; freeze the layer, or compute what it is "
+                "given from one sample at a time"
+            )
+        rows = output.shape[batch_dim] if output.dim() > batch_dim else 0
+        if rows != self.count:
+            reason = state.reason if isinstance(state, Lost) else "computed from no input"
+            raise ValueError(
+                f"{spec} gives {rows} rows in a batch of {self.count} samples, and whose they are "
+                f"is not known ({reason}). Let the batch be the first dimension of its input "
+                "(expand position ids to [batch, length], say), say whose rows they are "
+                "(opacus.units), or freeze the layer"
+            )
+        self._memory.put(output, Labels(self._in_order(output.dim(), batch_dim), assumed=spec))
+        return None
+
+    def _note_use(self, spec: LayerSpec, ids: Tensor) -> None:
+        used = ids[ids >= 0].bincount(minlength=self.count).cpu()
+        _, before = self._used.get(spec.name, (spec, torch.zeros_like(used)))
+        self._used[spec.name] = spec, before + used
+
+    def check_places(self) -> None:
+        """Check that no layer ran on some samples more often for their place in the batch alone.
+
+        Raises:
+            ValueError: One did: what it does with a sample depends on how many others there are.
+        """
+        for spec, used in self._used.values():
+            if int(used.min()) != int(used.max()):
+                raise ValueError(
+                    f"{spec} runs more often on some samples than on others, by their place in "
+                    "the batch (a slice such as h[5:]), so a sample's gradient depends on how many "
+                    "others there are: choose by what is in a sample (a mask), or freeze the layer"
+                )
+
+    # --- operations ---
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # an operator that runs others
+            self._end(args, kwargs, result, str(func))
+            return result
+        name, in_place = _name(schema)
+        arguments = _bound(schema, args, kwargs or {})
+        if name == "_local_scalar_dense":
+            self.decided |= self.state(args[0]) is not None
+            return result
+        written = [arguments[a.name] for a in schema.arguments if _is_written(a)]
+        results = [t for t in tree_leaves(result) if is_plain(t)]
+        if name in _UNWRITTEN:
+            states: Sequence[State] = [UNWRITTEN] * len(results)
+        elif any(self.state(t) is not None for t in tensors_in(arguments.values())):
+            states = self._follow(func, name, arguments, result, results)
+        else:
+            states = [None] * len(results)
+        self._note(schema, in_place, written, results, states)
+        return result
+
+    def _note(
+        self,
+        schema: Any,
+        in_place: bool,
+        written: Sequence[Any],
+        results: Sequence[Tensor],
+        states: Sequence[State],
+    ) -> None:
+        """What results are now, and what was changed in place."""
+        for tensor, state in zip(results, states, strict=True):
+            if in_place:
+                self._memory.write(tensor, state)
+            else:
+                self._memory.put(tensor, state)
+        ended = Lost(f"{schema.name} writes to a tensor")
+        tracked = any(state is not None for state in states) or not states
+        for tensor in tensors_in(written):
+            own = next((s for t, s in zip(results, states, strict=True) if t is tensor), None)
+            if is_plain(tensor) and own is None and tracked and not in_place:
+                self._memory.write(tensor, ended)
+
+    def _follow(
+        self,
+        func: Any,
+        name: str,
+        arguments: dict[str, Any],
+        result: Any,
+        results: Sequence[Tensor],
+    ) -> Sequence[State]:
+        """The states of the results of an operation on tensors of the batch."""
+        handler = _HANDLERS.get(name)
+        if handler is None and torch.Tag.pointwise in func.tags:
+            handler = pointwise
+        if handler is None or torch.Tag.inplace_view in func.tags:
+            return [Lost(f"the operation {name} is not followed")] * len(results)
+        op = Op(name, arguments, result, self.state)
+        try:
+            with torch.no_grad():
+                found = handler(op)
+        except EndedError as end:
+            found = end.state if not end.state.unwritten else UNFOLLOWED
+        except ConflictError as conflict:
+            found = self._mixed(name, conflict, arguments, results)
+        except (RuntimeError, LookupError, TypeError, ValueError, StopIteration):
+            found = Lost(f"the operation {name} could not be followed")
+        states = found if isinstance(found, (list, tuple)) else [found] * len(results)
+        missing = Lost(f"a further result of {name}")
+        padded = [*states, *[missing] * (len(results) - len(states))]
+        return [_fitting(t, s, name) for t, s in zip(results, padded, strict=False)]
+
+    def _mixed(
+        self, name: str, conflict: ConflictError, arguments: Any, results: Sequence[Tensor]
+    ) -> Lost:
+        """Elements of several units have met in an operation.
+
+        Raises:
+            ValueError: It was a layer's output whose rows were assumed to be the units.
+        """
+        differentiable = torch.is_grad_enabled() and any(
+            t.requires_grad for t in tensors_in(arguments.values())
+        )
+        if conflict.layers and differentiable and any(is_number(t) for t in results):
+            raise ValueError(
+                f"what comes from {conflict.layers[0]} is combined (by {name}) with the "
+                f"{self.count} samples along another dimension than that of the samples: its rows "
+                "are no samples, and it would be clipped by row. Give the layer one row for all "
+                "samples (unsqueeze(0)) or one for each (expand), or freeze it"
+            )
+        return Lost(f"{name} makes one element of those of several samples", mixed=True)
+
+    def _end(self, args: Any, kwargs: Any, result: Any, name: str) -> None:
+        leaves = [t for t in tree_leaves((args, kwargs)) if is_plain(t)]
+        if any(self.state(t) is not None for t in leaves):
+            for tensor in tree_leaves(result):
+                if is_plain(tensor):
+                    self._memory.put(tensor, Lost(f"the operation {name} is not followed"))
+
+
+def _name(schema: Any) -> tuple[str, bool]:
+    """Name of an operation, whatever its variant, and whether it changes its first argument."""
+    space, _, name = schema.name.partition("::")
+    name = name if space == "aten" else schema.name
+    first = schema.arguments[0] if schema.arguments else None
+    in_place = name.endswith("_") and first is not None and _is_written(first)
+    return (name[:-1] if in_place else name), in_place
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, with the defaults of those that are left out."""
+    bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    bound.update(zip((a.name for a in schema.arguments), args, strict=False))
+    return {**bound, **kwargs}
+
+
+def _fitting(tensor: Tensor, state: State, name: str) -> State:
+    """``state``, if it can be that of the tensor."""
+    if not isinstance(state, Labels):
+        return state
+    own, shape = state.ids.shape, tensor.shape
+    if len(own) == len(shape) and all(o in (1, n) for o, n in zip(own, shape, strict=True)):
+        return state
+    return Lost(f"the operation {name} could not be followed")

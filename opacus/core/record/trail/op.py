@@ -1,0 +1,152 @@
+"""One operation of torch as the trail sees it, and the handlers' common ground."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.record.trail.labels import Labels, Lost, State, agree, lifted
+
+UNWRITTEN = Lost("memory that was written to past torch's operations", unwritten=True)
+
+
+class Op:
+    """An operation that has run.
+
+    Args:
+        name: Without overload and without the underscore of in-place variants.
+        arguments: By the names of the schema, defaults included.
+        result: What it returned.
+        state: Whose a tensor's elements were before it ran.
+    """
+
+    __slots__ = ("arguments", "name", "result", "state")
+
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        result: Any,
+        state: Callable[[Tensor], State],
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.result = result
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str) -> Any:
+        """An argument, ``None`` if this variant has none of that name."""
+        return self.arguments.get(name)
+
+    @property
+    def main(self) -> Tensor:
+        """The first argument that is a tensor."""
+        return next(a for a in self.arguments.values() if isinstance(a, Tensor))
+
+    @property
+    def out(self) -> Tensor:
+        """The first result."""
+        return self.result if isinstance(self.result, Tensor) else self.result[0]
+
+    def dim(self, name: str = "dim") -> int:
+        """An argument that names a dimension of the main tensor, from the front."""
+        return int(self[name]) % max(1, self.main.dim())
+
+    def dims(self, name: str = "dim") -> list[int]:
+        """One that names some of them; all, if it is left out."""
+        given, count = self.get(name), self.main.dim()
+        if given is None or (isinstance(given, (list, tuple)) and not given):
+            return list(range(count))
+        some = given if isinstance(given, (list, tuple)) else [given]
+        return [int(d) % max(1, count) for d in some]
+
+    def known(self, tensor: Tensor) -> Labels | None:
+        """Whose the elements of an operand are, ``None`` for nobody's.
+
+        Raises:
+            EndedError: That is not known.
+        """
+        state = self.state(tensor)
+        if isinstance(state, Lost):
+            raise EndedError(state)
+        return state
+
+    def tracked(self, tensor: Any) -> bool:
+        """Whether the values of a tensor depend on the units' data."""
+        return isinstance(tensor, Tensor) and self.state(tensor) is not None
+
+
+class EndedError(Exception):
+    """An operand's trail has ended, and with it that of the result."""
+
+    def __init__(self, state: Lost) -> None:
+        super().__init__(state.reason)
+        self.state = state
+
+
+# The state of all results, or one for each.
+Handler = Callable[[Op], "State | Sequence[State]"]
+# What one tensor's labels become.
+OfOne = Callable[[Op, Labels], "Labels | Sequence[State]"]
+
+
+def of_main(function: OfOne) -> Handler:
+    """A handler of operations whose result is made of one tensor."""
+
+    def handle(op: Op) -> State | Sequence[State]:
+        labels = op.known(op.main)
+        return None if labels is None else function(op, labels)
+
+    return handle
+
+
+def together(op: Op, operands: Sequence[Tensor]) -> State:
+    """What is computed from one element of each operand, broadcast.
+
+    Numbers that are no floats (masks, positions) say whose a result is only where no others do:
+    what is selected by a mask is whose it was.
+
+    Raises:
+        EndedError: The trail of an operand has ended.
+        ConflictError: They are of several units.
+    """
+    states = [(t, op.state(t)) for t in operands]
+    for tensor, state in states:
+        if isinstance(state, Lost) and is_number(tensor):
+            raise EndedError(state)
+    for numbers in (True, False):
+        parts = [s for t, s in states if isinstance(s, Labels) and is_number(t) is numbers]
+        if parts:
+            labels = agree(parts)
+            return labels.with_ids(lifted(labels.ids, max(t.dim() for t in operands)))
+    lost = next((s for _, s in states if isinstance(s, Lost)), None)
+    if lost is not None:
+        raise EndedError(lost)
+    return None
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether gradients may flow through a tensor."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among arguments, in lists too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, Tensor)]
+    return found
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether this is an ordinary tensor (not one of DTensor's kind)."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)

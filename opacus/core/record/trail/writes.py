@@ -1,0 +1,149 @@
+"""Operations that write elements of one tensor to places of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from opacus.core.record.trail.labels import (
+    ConflictError,
+    Labels,
+    Lost,
+    State,
+    compact,
+    expanded,
+    lifted,
+    same_device,
+)  # fmt: skip
+from opacus.core.record.trail.memory import FULL_ELEMENTS, TOO_LARGE
+from opacus.core.record.trail.moves import by_dimension
+from opacus.core.record.trail.op import EndedError, Handler, Op
+
+NONE = torch.iinfo(torch.int64).max
+
+
+def _index_put(op: Op) -> State:
+    indices = by_dimension(op["indices"], op["self"].dim())
+    dims = [d for d, i in enumerate(indices) if i is not None]
+
+    def places(line: Tensor) -> Tensor:
+        *some, line = same_device([*(i for i in indices if i is not None), line])
+        by_dim = dict(zip(dims, some, strict=True))
+        return torch.ops.aten.index.Tensor(line, [by_dim.get(d) for d in range(line.dim())])
+
+    tracked = any(op.tracked(i) for i in op["indices"] if i is not None)
+    return _put(op, op["values"], dims, places, adds=bool(op["accumulate"]), tracked=tracked)
+
+
+def _index_add(op: Op) -> State:
+    return _along(op, op["source"], adds=True)
+
+
+def _index_copy(op: Op) -> State:
+    return _along(op, op["source"], adds=False)
+
+
+def _along(op: Op, source: Tensor, *, adds: bool) -> State:
+    """``index_add`` and ``index_copy``: rows to the rows that an index names."""
+    dim, index = op.dim(), op["index"]
+
+    def places(line: Tensor) -> Tensor:
+        index_here, line = same_device([index, line])
+        return line.index_select(dim, index_here)
+
+    return _put(op, source, [dim], places, adds=adds, tracked=op.tracked(index))
+
+
+def _scatter(op: Op) -> State:
+    dim, index, source = op.dim(), op["index"], op.get("src")
+    if not isinstance(source, Tensor):
+        return op.known(op["self"])  # constants
+    thin = [d for d in range(index.dim()) if index.stride(d) == 0 and d != dim]
+
+    def places(line: Tensor) -> Tensor:
+        here = index
+        for d in thin:
+            if line.shape[d] == 1 and here.shape[d] > 1:
+                here = here.narrow(d, 0, 1)
+        here, line = same_device([here, line])
+        return line.gather(dim, here)
+
+    adds = op.name != "scatter" or op.get("reduce") is not None
+    dims = [d for d in range(index.dim()) if d not in thin]
+    tracked = op.tracked(index)
+    return _put(op, source, dims, places, adds=adds, tracked=tracked, part=index.shape)
+
+
+def _put(
+    op: Op,
+    source: Tensor,
+    dims: Sequence[int],
+    places: Callable[[Tensor], Tensor],
+    *,
+    adds: bool,
+    tracked: bool,
+    part: Sequence[int] | None = None,
+) -> State:
+    """What a tensor is after the source's elements were written, or added, to some places.
+
+    Args:
+        op: The operation; ``self`` is the tensor.
+        source: What is written.
+        dims: Dimensions of the tensor of which only some entries are written to.
+        places: Picks from a tensor, of the tensor's shape but for dimensions of size 1 that are
+            not in ``dims``, what is written to, in the shape of the source.
+        adds: Whether elements are added to those that are there.
+        tracked: Whether values say where they are written to.
+        part: How much of the source is written, if not all.
+    """
+    before, written = op.state(op["self"]), op.state(source)
+    if isinstance(written, Lost) or (isinstance(before, Lost) and not before.unwritten):
+        raise EndedError(written if isinstance(written, Lost) else before)  # type: ignore[arg-type]
+    if written is None:
+        return before
+    shape = op["self"].shape
+    ids = before.ids if isinstance(before, Labels) else written.ids.new_full([1] * len(shape), -1)
+    for wanted in (dims, range(len(shape))):
+        whole = expanded(ids, shape, wanted)
+        if whole.numel() > FULL_ELEMENTS:
+            return TOO_LARGE
+        line = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+        at = places(line)
+        values = lifted(_first(written.ids, part), at.dim())
+        if all(v in (1, n) for v, n in zip(values.shape, at.shape, strict=True)):
+            break
+    whole, at, values = same_device([whole, at, values.expand(at.shape)])
+    flat, at, values = whole.reshape(-1), at.reshape(-1), values.reshape(-1)
+    merged = _added(flat, at, values, (written, before)) if adds else flat.index_put((at,), values)
+    moved = written.moved or tracked or (isinstance(before, Labels) and before.moved)
+    return Labels(compact(merged.view(whole.shape)), written.assumed, moved)
+
+
+def _first(ids: Tensor, part: Sequence[int] | None) -> Tensor:
+    for dim, size in enumerate(part or ()):
+        ids = ids.narrow(dim, 0, size) if ids.shape[dim] > 1 else ids
+    return ids
+
+
+def _added(flat: Tensor, at: Tensor, values: Tensor, states: Sequence[State]) -> Tensor:
+    highest = flat.scatter_reduce(0, at, values, "amax")
+    lowest = flat.where(flat >= 0, NONE).scatter_reduce(
+        0, at, values.where(values >= 0, NONE), "amin"
+    )
+    if bool(((highest >= 0) & (lowest != highest)).any()):
+        raise ConflictError(s.assumed for s in states if isinstance(s, Labels))
+    return highest
+
+
+WRITES: dict[str, Handler] = {
+    "index_put": _index_put,
+    "_index_put_impl": _index_put,
+    "_unsafe_index_put": _index_put,
+    "index_add": _index_add,
+    "index_copy": _index_copy,
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "scatter_reduce": _scatter,
+}

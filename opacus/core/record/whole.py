@@ -1,0 +1,224 @@
+"""Batches of one sample, whose per-sample gradient is the gradient that autograd forms.
+
+Note [Parameters through one node]
+    While the model runs on a single sample, its layers are not tapped. All trainable
+    parameters are replaced by aliases that come out of one autograd node, so that its
+    backward receives the whole gradient of the sample, from whichever place in the forward
+    pass it comes: tied, reused, or used outside its layer. The parameters themselves take
+    no part: nothing reaches their ``grad``, in whichever way backward is started.
+
+    What is left of the cost of private training is the norm, the factor and the noise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.switches import switched_on
+from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
+from opacus.core.record.layers import Layer
+from opacus.core.record.record import ForwardPass
+from opacus.core.record.tap import ANCHOR, Sink, Use
+
+VARIABLE = "OPACUS_LONE_SAMPLE"
+
+WholeSink = Callable[[ForwardPass, dict[str, Tensor]], None]
+# What stands for a parameter: a module's parameters, the name, the parameter, its alias.
+Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
+
+
+def lone_sample_from_environment() -> bool:
+    """Whether ``OPACUS_LONE_SAMPLE`` lets batches of one sample run without taps (default: yes).
+
+    Raises:
+        ValueError: The variable is neither ``0`` nor ``1``.
+    """
+    return switched_on(VARIABLE, default=True)
+
+
+class LoneSample:
+    """Runs the model without taps where its batch is one sample.
+
+    Guarantee: the gradient handed on is that of one loss with respect to all trainable
+    parameters, so clipping it bounds the sample's whole contribution. It starts only after a
+    step with taps has shown that the model's inputs tell the number of samples; a loss
+    of another number of samples is refused before anything is summed, and so are more rows
+    in the layers that ran first and last in that step: losses of several samples may look
+    like those of one sample's positions.
+
+    Args:
+        layers: The tapped layers: all that own trainable parameters.
+        sink: Called in the backward pass with a forward pass and its gradients
+            ``[*shape]`` by parameter name, without gradient tracking.
+        handles: Of each layer's hooks, the one before and the one after it has run, which
+            have nothing to do while no layer is tapped.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], sink: WholeSink, handles: Sequence[tuple[Any, Any]]
+    ) -> None:
+        self._layers = layers
+        self._handles = handles
+        self._sink = sink
+        self._off_duty: list[Any] = []  # those that are taken off
+        self._proven = False
+        # Why batches of one sample are tapped like others; ``None`` if they are not.
+        self.ruled_out: str | None = None
+        self._replaced: list[Place] = []
+        self._off: TakenOff = []
+        # Forward passes whose graphs are not gone yet.
+        self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next batch of one sample runs without taps."""
+        return self._proven and self.ruled_out is None
+
+    def rule_out(self, reason: str) -> None:
+        """From now on tap batches of one sample like others."""
+        self.ruled_out = self.ruled_out or reason
+
+    def learn(self, passes: Collection[ForwardPass], samples: int) -> None:
+        """A step of ``samples`` losses with taps has gone well, on these forward passes."""
+        if self._proven or self.ruled_out or not samples or not passes:
+            return
+        if {one.batch for one in passes} != {samples}:
+            self.rule_out("the model's inputs do not tell the number of samples")
+            return
+        self._proven = True
+        used = [name for one in passes for name in one.generation.uses]
+        watched = {*used[:1], *used[-1:]}
+        for layer, (before, after) in zip(self._layers, self._handles, strict=True):
+            self._off_duty += [before] if layer.spec.name in watched else [before, after]
+
+    def takes(self, batch: int | None) -> bool:
+        """Whether a batch of so many samples runs without taps."""
+        return batch == 1 and self.ready
+
+    def begin(self, forward_pass: ForwardPass) -> bool:
+        """The model's forward begins: put the aliases in the places of the parameters.
+
+        Returns:
+            Whether it was done: not inside another private model that has done so.
+        """
+        self.end()
+        parameters: dict[str, nn.Parameter] = {}
+        places = []
+        for layer in self._layers:
+            own = layer.module._parameters
+            for local, owner in layer.owners.items():
+                parameter = own.get(local)
+                if is_alias(parameter):
+                    return False
+                if parameter is not None and parameter.requires_grad:
+                    parameters[owner] = parameter
+                    places.append((own, local, owner, parameter))
+        if not places:
+            return False
+        use = WholeUse(forward_pass, tuple(parameters), self._sink)
+        forward_pass.generation.waiting.add(use)
+        self.alive.add(use)
+        aliases = dict(
+            zip(parameters, _Aliases.apply(ANCHOR, use, list(parameters.values())), strict=True)
+        )
+        for own, local, owner, parameter in places:
+            self._replaced.append((own, local, parameter, aliases[owner]))
+            own[local] = aliases[owner]  # type: ignore[assignment]
+        self._off = take_off(self._off_duty)
+        return True
+
+    def end(self) -> None:
+        """The model's forward has ended or failed: the parameters are back in their places.
+
+        What the forward has assigned to ``weight.data``, or put in a parameter's place, stays.
+        """
+        put_back(self._off)
+        while self._replaced:
+            own, local, parameter, alias = self._replaced.pop()
+            if own.get(local) is not alias:
+                continue
+            own[local] = parameter
+            if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
+                parameter.data = alias.data
+
+    def ran_for(self, losses: Tensor, sink: Sink) -> bool:
+        """Whether the first use of the model that is found in the graph of ``losses`` was bare.
+
+        If there are others too, the losses are refused when their gradients have come.
+        """
+        nodes: list[Any] = [losses.grad_fn] if self.alive else []
+        seen: set[Any] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            use = getattr(node, "use", None)
+            if isinstance(use, WholeUse) and use in self.alive:
+                return True
+            if isinstance(use, Use) and use.sink is sink:
+                return False
+            nodes += [before for before, _ in node.next_functions]
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_replaced": [], "_off": [], "alive": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, alive=weakref.WeakSet())
+
+
+class WholeUse:
+    """One forward pass on one sample, until its graph is gone."""
+
+    __slots__ = ("__weakref__", "_names", "_sink", "forward_pass")
+
+    def __init__(self, forward_pass: ForwardPass, names: tuple[str, ...], sink: WholeSink) -> None:
+        self.forward_pass = forward_pass
+        self._names = names
+        self._sink = sink
+
+    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Hand on the gradients of one backward pass; what took no part has none."""
+        generation = self.forward_pass.generation
+        generation.waiting.discard(self)
+        generation.begun = True
+        pairs = zip(self._names, grads, strict=True)
+        with torch.no_grad():
+            self._sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
+
+
+class _Aliases(torch.autograd.Function):
+    """Aliases of the parameters; see Note [Parameters through one node]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, use: WholeUse, parameters: list[nn.Parameter]
+    ) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.use.deliver(grads)
+        return None, None, None
+
+
+def is_alias(parameter: Tensor | None) -> bool:
+    """Whether this stands for a parameter while a private model runs on a lone sample."""
+    return (
+        parameter is not None
+        and not parameter.is_leaf
+        and isinstance(getattr(parameter.grad_fn, "use", None), WholeUse)
+    )
+
+
+def only_whole(waiting: Collection[Any]) -> bool:
+    """Whether all forward passes that wait for their backward run without taps."""
+    return all(isinstance(use, WholeUse) for use in waiting)

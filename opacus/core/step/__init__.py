@@ -1,0 +1,1 @@
+"""The step: modes, losses, and what goes on around a backward pass."""

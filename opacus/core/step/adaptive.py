@@ -1,0 +1,83 @@
+"""Adaptive clipping: C follows a private quantile of the norms (arXiv:1905.03871)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.ranks.layout import Single
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """How C follows the norms.
+
+    Attributes:
+        target: Fraction of the samples that should stay unclipped.
+        learning_rate: Step of the geometric update.
+        minimum: Smallest C.
+        maximum: Largest C.
+    """
+
+    target: float
+    learning_rate: float
+    minimum: float
+    maximum: float
+
+    def __post_init__(self) -> None:
+        if self.maximum <= self.minimum:
+            raise ValueError(
+                f"max_clipbound must be larger than min_clipbound, got {self.maximum} and "
+                f"{self.minimum}"
+            )
+
+    def update(self, clip: float, unclipped_fraction: float) -> float:
+        """The next C."""
+        step = math.exp(-self.learning_rate * (unclipped_fraction - self.target))
+        return min(max(clip * step, self.minimum), self.maximum)
+
+
+def centred_count(unclipped: Tensor) -> float:
+    """``sum_i (b_i - 1/2)`` of unclipped flags ``[B]``: one sample changes it by 1/2."""
+    return float(unclipped.sum()) - unclipped.numel() / 2
+
+
+def private_fraction(
+    count: float, std: float, batch: float, layout: Single, device: torch.device
+) -> float:
+    """Noised fraction of unclipped samples over all ranks, the same number on each.
+
+    Args:
+        count: This rank's :func:`centred_count`.
+        std: Standard deviation of the noise on the count.
+        batch: Public number of samples to divide by: the expected global batch size.
+        layout: Where the samples are.
+        device: Device for the reduction.
+    """
+    value = torch.tensor([count], dtype=torch.float32, device=device)
+    value = layout.noised_count(std, value)
+    if layout.world_size > 1:
+        dist.all_reduce(value)
+    return float(value) / batch + 0.5
+
+
+def spend_on_count(privacy: PrivacyParams, std: float) -> None:
+    """Let the count, noised with ``std``, share the budget of ``noise_multiplier``.
+
+    Theorem 1 of the paper: the gradient gets more noise, so that both together cost
+    what ``noise_multiplier`` says, which the accountant keeps counting.
+
+    Raises:
+        ValueError: ``std`` is so small that the count alone costs more.
+    """
+    if privacy.noise_multiplier >= 2 * std:
+        raise ValueError(
+            "noise_multiplier must be smaller than 2 * unclipped_num_std, got "
+            f"{privacy.noise_multiplier} and {std}: see Theorem 1 of arXiv:1905.03871"
+        )
+    privacy.count_noise_std = std

@@ -1,0 +1,1 @@
+"""From records and clipping factors to the clipped sum."""

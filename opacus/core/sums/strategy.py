@@ -1,0 +1,381 @@
+"""Ghost strategies: the clipped sum without all per-sample gradients at once.
+
+``TwoPass`` (ghost clipping, arXiv:2110.05679, arXiv:2009.03106) finds the norms in
+a first backward and forms only the clipped sum in a second one. ``OnePass``
+(``one_pass.py``) keeps what the sum needs, so that there is no second one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
+from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum, weighted_sum_each
+from opacus.core.norms.ledger import NormLedger
+from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
+from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.processed import was_processed
+from opacus.core.record.provenance import check_sizes
+from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.recorder import Recorder
+from opacus.core.sums.planner import Planner
+
+
+class Phase(enum.Enum):
+    """Where a two-pass step stands.
+
+    IDLE: a backward pass now is not ours; its records are dropped, and since layers
+        run on detached parameters it leaves no parameter gradient behind.
+    NORMS: records become per-sample norms; no parameter gradient is formed.
+    SUM: backprops are weighted by the clipping factors; records become gradients.
+    """
+
+    IDLE = "idle"
+    NORMS = "norms"
+    SUM = "sum"
+
+
+class Ghost:
+    """Norms in a backward pass that forms no parameter gradient, then a clipped sum.
+
+    Parameter gradients come from the rules alone, never from autograd: what was not
+    seen cannot enter the sum. A trainable parameter that gets a gradient past the taps
+    is an error that names it.
+
+    Args:
+        recorder: Recorder with ``detach=True`` whose sink is :meth:`receive`.
+        parameters: All named parameters of the model, frozen ones too, as the optimizer
+            holds them (under FSDP the sharded ones).
+        deferred: Whether norms wait for the end of the backward pass.
+        budget_bytes: See :class:`~opacus.core.norms.ledger.NormLedger`; by default
+            :func:`default_budget`.
+    """
+
+    # Whether the graph is needed again after the norm pass.
+    retains_graph: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        deferred: bool = False,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.recorder = recorder
+        if self.retains_graph:  # compiled graphs with buffers to give away run backward only once
+            recorder.taps_in_graphs = False
+        self.parameters = parameters
+        self.deferred = deferred
+        self.budget_bytes = budget_bytes
+        self.planner: Planner | None = None
+        self.held_budget: int | None = None
+        self.phase = Phase.IDLE
+        self.ledger: NormLedger | None = None
+        # Forward passes in the running norm pass, and those in the clipped sum already.
+        self._passes: set[ForwardPass] = set()
+        self._summed: set[ForwardPass] = set()
+
+    def receive(self, record: Record) -> None:
+        """Sink of the recorder."""
+        if self.phase is Phase.NORMS:
+            assert self.ledger is not None
+            if record.forward_pass is not None:
+                self._passes.add(record.forward_pass)
+            check_sizes(record)
+            self.ledger.add(record)
+
+    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
+        if self.phase is Phase.NORMS:
+            assert self.ledger is not None
+            self._passes.add(forward_pass)
+            self.ledger.add_whole(grads)
+
+    @timed(FIRST_BACKWARD)
+    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+        """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
+
+        Raises:
+            RuntimeError: A trainable parameter received a gradient past the taps, or these
+                samples are in the clipped sum already.
+        """
+        self._passes.clear()
+        budget = self.budget_bytes
+        if budget is None and self.deferred:  # else nothing waits that could be computed early
+            budget = default_budget(losses.device)
+        self.ledger = NormLedger(
+            losses.shape[0],
+            deferred=self.deferred,
+            budget_bytes=budget,
+            planner=self.planner,
+        )
+        for _, parameter in self.parameters:
+            if parameter.grad is not None and was_processed(parameter.grad):
+                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
+        before = {name: _fingerprint(p) for name, p in self.parameters}
+        lone = self.recorder.ran_bare(losses)
+        retain_graph = retain_graph or (self.retains_graph and not lone)
+        with self._in(Phase.NORMS, bare=lone):
+            _backward(losses, retain_graph)
+        self._refuse_leaks(before)
+        self._refuse_repeats()
+        self._note_samples(losses.shape[0])
+
+    def _note_samples(self, samples: int) -> None:
+        """What the norm pass has shown of batches of one sample."""
+        lone, ledger = self.recorder.lone, self.ledger
+        if lone is None or ledger is None:
+            return
+        if not ledger.whole:
+            lone.learn(self._passes, samples)
+            return
+        rows = {name: n for one in self._passes for name, n in one.rows.items() if n > 1}
+        reason = None
+        if samples != 1:
+            reason = f"the model was given one sample, but there are {samples} losses"
+        elif ledger.tapped:
+            reason = "layers were called outside the model's forward"
+        elif rows:
+            name, n = next(iter(rows.items()))
+            reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
+        if reason is not None:
+            lone.rule_out(reason)
+            raise RuntimeError(
+                f"{reason}, so per-sample gradients are unknown. Nothing was added to the model. "
+                "From now on batches of one sample are treated like others: run the step again "
+                "(OPACUS_LONE_SAMPLE=0 does so from the start)"
+            )
+
+    def sum_pass(
+        self,
+        losses: Tensor,
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
+
+        Args:
+            losses: ``[B]``, the same as in :meth:`norm_pass`.
+            factors: ``[B]`` clipping factors, of all parameters or by parameter name.
+            excluded: ``[B]`` bool; rows that must not contribute even as ``0 * NaN``.
+            retain_graph: Keep the graph for another backward pass.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _sum_whole(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
+        """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
+        assert self.ledger is not None
+        formed, self.ledger = self.ledger.formed, None
+        used = [(name, parameter) for name, parameter in self.parameters if name in formed]
+        grads = [formed.pop(name) for name, _ in used]
+        own = [factors if isinstance(factors, Tensor) else factors[name] for name, _ in used]
+        dtypes = [parameter.dtype for _, parameter in used]
+        masked = excluded_or_none(excluded)
+        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, masked):
+            sums = [grad[0] for grad in grads]
+        else:
+            sums = weighted_sum_each(grads, own, masked, dtypes)
+        for (_, parameter), total in zip(used, sums, strict=True):
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def start_sum(self) -> None:
+        """The parameters' ``grad`` are not in use: no sample has been summed yet."""
+        self._summed.clear()
+
+    def finish_sum(self) -> None:
+        """The clipped sum of the latest norm pass is in the parameters' ``grad``."""
+        self._summed.update(self._passes)
+
+    def abandon(self) -> None:
+        """A sum pass failed: drop what it has left behind, and what it was added to."""
+        self.ledger = None
+        self.start_sum()
+        for layer in self.recorder.layers:
+            for parameter in layer.module._parameters.values():  # under FSDP2 unsharded ones
+                if parameter is not None:
+                    parameter.grad = None
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def _in(self, phase: Phase, *, bare: bool = False) -> Iterator[None]:
+        recorder = self.recorder
+        self.phase, recorder.in_backward, recorder.bare = phase, True, bare
+        try:
+            yield
+        finally:
+            self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
+
+    def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
+        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        if not leaked:
+            return
+        for name, parameter in self.parameters:
+            if name in leaked:
+                parameter.grad = None
+        if self.ledger is not None and self.ledger.whole and self.recorder.lone is not None:
+            # By reentrant checkpoints, say, of which there were none before: not the next time.
+            self.recorder.lone.rule_out("gradients came past the forward pass")
+        raise RuntimeError(
+            f"parameters {leaked} received gradients that were not clipped: they were used "
+            "outside their layer's forward, in eval mode, or made trainable after "
+            "make_private. Use them through their own layer, or freeze them "
+            "(requires_grad_(False)). Nothing was added to the model"
+        )
+
+    def _refuse_repeats(self) -> None:
+        if self._passes & self._summed:
+            raise RuntimeError(
+                "these samples have been clipped and summed already; a second backward() would let "
+                "each of them count twice. Add the losses of one forward pass and call backward() "
+                "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
+                "the model"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"_passes": set(), "_summed": set()}
+        return {**self.__dict__, **fresh, "ledger": None, "phase": Phase.IDLE}
+
+
+class TwoPass(Ghost):
+    """Norms in one backward pass, the clipped sum in a second one.
+
+    In the second pass FSDP2 finds in ``unsharded.grad`` exactly the clipped gradient to
+    reduce. See :class:`Ghost` for the arguments.
+    """
+
+    _factors: Tensor | Mapping[str, Tensor] | None = None
+    _excluded: Tensor | None = None
+    _masking: Masking | None = None
+
+    def receive(self, record: Record) -> None:
+        """Sink of the recorder."""
+        if self.phase is Phase.SUM:
+            self._add_gradient(record)
+        else:
+            super().receive(record)
+
+    @timed(SECOND_BACKWARD)
+    def sum_pass(
+        self,
+        losses: Tensor,
+        factors: Tensor | Mapping[str, Tensor],
+        excluded: Tensor,
+        retain_graph: bool = False,
+    ) -> None:
+        """A second backward pass, whose records are weighted; none of a lone sample.
+
+        The losses are those of the first pass, without factors: so are the records, to the last
+        bit. Where backprops cancel, others would be rounded otherwise, and longer than measured.
+        """
+        if self.ledger is not None and self.ledger.whole:
+            self._sum_whole(factors, excluded)
+            return
+        self._factors = factors
+        self._excluded, self._masking = excluded_or_none(excluded), Masking()
+        kept = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
+        try:
+            with self._in(Phase.SUM):
+                _backward(kept, retain_graph)
+        finally:
+            self._factors = self._excluded = self._masking = self.ledger = None
+
+    @each_layer
+    def _add_gradient(self, record: Record) -> None:
+        layer = record.layer
+        if self.ledger is not None and record.spec.name in self.ledger.formed_layers:
+            grads = self._sum_formed(record)
+        else:
+            activations, excluded = record.activations, None
+            if self._excluded is not None and self._masking is not None:
+                excluded = self._excluded[: record.batch].to(record.tensors[0].device)
+                if layer.rule.by_rows(activations, record.batch):
+                    activations = self._masking.without(activations, excluded)
+            grads = self._weighted(record, activations, excluded)
+        for name, grad in grads.items():
+            parameter = layer.module._parameters[name]
+            assert parameter is not None
+            grad = grad.to(parameter.dtype)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _weighted(
+        self, record: Record, activations: Any, excluded: Tensor | None
+    ) -> dict[str, Tensor]:
+        spec, backprops = record.spec, record.backprops
+        if isinstance(self._factors, Tensor):
+            parts = [(spec, self._factors)]
+        else:
+            parts = [(replace(spec, params=(n,)), self._factor(record, n)) for n in spec.params]
+        grads: dict[str, Tensor] = {}
+        for part, factors in parts:
+            rows = _scaled(backprops, factors[: record.batch], excluded)
+            grads |= record.layer.rule.weighted_grad(part, activations, rows, None)
+        return grads
+
+    def _factor(self, record: Record, name: str) -> Tensor:
+        assert self._factors is not None
+        if isinstance(self._factors, Tensor):
+            return self._factors
+        return self._factors[record.layer.owners[name]]
+
+    def _sum_formed(self, record: Record) -> dict[str, Tensor]:
+        """Weight the per-sample gradients kept by the norm pass; each is used once."""
+        assert self.ledger is not None
+        sums = {}
+        for name in record.spec.params:
+            formed = self.ledger.formed.pop(record.layer.owners[name], None)
+            if formed is not None:
+                rows = len(formed)
+                excluded = None if self._excluded is None else self._excluded[:rows]
+                sums[name] = weighted_sum(formed, self._factor(record, name)[:rows], excluded)
+        return sums
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_factors": None, "_excluded": None, "_masking": None}
+
+
+def _scaled(backprops: Any, factors: Tensor, excluded: Tensor | None) -> Any:
+    """:func:`scaled_rows` of one tensor, or of those of each output."""
+    if isinstance(backprops, tuple):
+        return tuple(_scaled(b, factors, excluded) for b in backprops)
+    return scaled_rows(backprops, factors.to(backprops.device), excluded)
+
+
+def _backward(losses: Tensor, retain_graph: bool) -> None:
+    try:
+        losses.sum().backward(retain_graph=retain_graph)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise RuntimeError(
+            "parts of the model are compiled for one backward pass only, and this mode takes "
+            "two: use the mode with _bk at its end, which takes one, or set "
+            "torch._functorch.config.donated_buffer = False before the first step"
+        ) from error
+
+
+def default_budget(device: torch.device) -> int | None:
+    """Memory for records that wait: a twentieth of what a CUDA device holds now.
+
+    At the start of a backward pass that is about its peak. Elsewhere there is no limit.
+    """
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+    """Changes when a gradient is assigned or modified in place."""
+    grad = parameter.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)

@@ -1,0 +1,104 @@
+"""Notices when clipped sums are changed between ``backward()`` and ``step()``.
+
+Note [Sums in p.grad]
+    In ghost modes ``p.grad`` holds the clipped sum, where everything that scales, clips or adds
+    to gradients reaches it. Each sum is marked when it is complete. PyTorch counts in-place
+    changes of a tensor (``_version``), and a tensor put in its place has no mark. What reads
+    ``p.grad`` changes neither, nor does ``GradScaler.unscale_``, whose operation does not count.
+
+    Some versions of PyTorch do not count what ``torch._foreach_*`` does to shards (DTensors).
+    There the norms of the shards are compared too, which costs reading them twice a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.sharded import is_dtensor
+from opacus.core.privacy.processed import is_processed
+
+# Relative change of a norm by a loss scale that has been divided by.
+ROUNDING = 1e-5
+
+
+class SumWatch:
+    """Marks the clipped sums in the ``grad`` of parameters, and finds those without a mark."""
+
+    def __init__(self) -> None:
+        self._norms: Tensor | None = None  # of the shards of `_normed`, where they are needed
+        self._normed: list[Tensor] = []
+
+    def note(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The parameters' ``grad`` are complete sums now."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        for grad in grads:
+            grad._clipped_versions = _versions(grad)  # type: ignore[attr-defined]
+        blind = bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0])
+        self._normed = grads if blind else []
+        self._norms = _norms(grads) if blind else None
+
+    def forget(self) -> None:
+        """The sums have been taken or dropped."""
+        self._norms, self._normed = None, []
+
+    def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
+        """The parameters whose ``grad`` is not a sum as it was noted.
+
+        Args:
+            parameters: All parameters; a ``grad`` of ``None``, of zeros or used by an earlier
+                step is none that would be released.
+            scale: What ``GradScaler`` has divided the sums by.
+        """
+        moved = {id(grad) for grad in self._moved(scale)}
+        found = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None or is_processed(grad):
+                continue
+            noted = getattr(grad, "_clipped_versions", None) == _versions(grad)
+            if (not noted or id(grad) in moved) and bool((_local(grad) != 0).any()):
+                found.append(parameter)
+        return found
+
+    def _moved(self, scale: float) -> list[Tensor]:
+        """Shards whose norm has changed."""
+        if self._norms is None:
+            return []
+        now = _norms(self._normed) * scale
+        tolerance = 0.0 if scale == 1.0 else ROUNDING
+        same = torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
+        return [g for g, kept in zip(self._normed, same.tolist(), strict=True) if not kept]
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def _versions(grad: Tensor) -> tuple[int, int]:
+    """Counts of changes, of a sharded tensor and of this rank's shard."""
+    return grad._version, _local(grad)._version
+
+
+def _norms(grads: Sequence[Tensor]) -> Tensor:
+    """``[n]`` norms of this rank's shards."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm([_local(g) for g in grads])])
+
+
+@functools.cache
+def _counts_foreach(mesh: Any) -> bool:
+    from torch.distributed.tensor import distribute_tensor
+
+    probe = distribute_tensor(torch.ones(1, device=mesh.device_type), mesh, src_data_rank=None)
+    before = _versions(probe)
+    torch._foreach_mul_([probe], 2.0)
+    return _versions(probe) != before
+
+
+def _uncounted(grad: Any) -> bool:
+    """Whether PyTorch misses changes of such shards."""
+    return not _counts_foreach(grad.device_mesh)

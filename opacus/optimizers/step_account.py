@@ -1,0 +1,75 @@
+"""Who is told of a private optimizer's steps: accountants, which count them, and users' hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from opacus.accountants import IAccountant
+from opacus.accountants.step_counter import Count, StepCounter, counts
+from opacus.optimizers.wrapped import WrappedOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+class CountedOptimizer(WrappedOptimizer):
+    """Counts each real step once with each accountant, whatever hooks a user attaches."""
+
+    noise_multiplier: float
+    accumulated_iterations: int
+
+    def _start_counting(self) -> None:
+        self._counters: list[StepCounter] = []
+        self._step_hooks: list[Callable[[Any], None]] = []
+
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """Call ``fn(optimizer)`` in every real step, after the hooks attached before.
+
+        An accountant's hook (``get_optimizer_hook_fn``) is not called: the step itself counts
+        with that accountant, exactly once, also if :meth:`PrivacyEngine.make_private` has
+        attached it before.
+        """
+        if not isinstance(fn, StepCounter):
+            self._step_hooks.append(fn)
+            return
+        for known in self._counters:
+            if known.accountant is fn.accountant and known.sample_rate != fn.sample_rate:
+                logger.warning(
+                    "This accountant counts the optimizer's steps already, at sample rate %g; a "
+                    "hook of rate %g was attached. Each step counts once, at the larger rate.",
+                    known.sample_rate,
+                    fn.sample_rate,
+                )
+        self._counters.append(fn)
+
+    def counts_for(self, accountant: IAccountant) -> bool:
+        """Whether the steps of this optimizer are counted with ``accountant``."""
+        return any(counter.accountant is accountant for counter in self._counters)
+
+    @property
+    def step_hook(self) -> Callable[[Any], None] | None:
+        """What counts the steps, or else the hook attached last; setting it attaches another."""
+        if self._counters:
+            return self._counters[0]
+        return self._step_hooks[-1] if self._step_hooks else None
+
+    @step_hook.setter
+    def step_hook(self, fn: Callable[[Any], None]) -> None:
+        self.attach_step_hook(fn)
+
+    def _counts(self) -> list[Count]:
+        """This step, once for each accountant that counts it.
+
+        Raises:
+            ValueError: The batches in it cannot be one step.
+        """
+        return counts(self._counters, self.accumulated_iterations) if self._counters else []
+
+    def _count_step(self, counts: list[Count]) -> None:
+        for count in counts:
+            count.record(self.noise_multiplier)
+
+    def _call_step_hooks(self) -> None:
+        for hook in self._step_hooks:
+            hook(self)

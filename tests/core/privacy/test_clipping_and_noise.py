@@ -1,0 +1,79 @@
+"""Clip rules, privacy parameters and noise by themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from opacus.core.privacy.clipping import clip_each, clip_flat
+from opacus.core.privacy.noise import fold, gaussian
+from opacus.core.privacy.params import PrivacyParams
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1.0, 7.5])
+def test_clipped_norm_is_at_most_c(clip: float) -> None:
+    norms = torch.cat([torch.logspace(-6, 6, 50), torch.tensor([0.0])])
+    clipped = clip_flat(norms, clip)
+    assert (clipped.factors * norms <= clip * (1 + 1e-6)).all()
+    assert (clipped.factors[norms < 0.99 * clip] == 1).all()
+    assert (norms > clip).any() and not clipped.excluded.any()
+
+
+def test_norms_that_are_not_finite_are_excluded() -> None:
+    clipped = clip_flat(torch.tensor([1.0, math.nan, math.inf]), 2.0)
+    assert clipped.excluded.tolist() == [False, True, True]
+    assert clipped.factors.tolist() == [1.0, 0.0, 0.0]
+    assert clip_flat(torch.zeros(0), 1.0).factors.shape == (0,)
+
+
+def test_per_layer_clipping_excludes_a_sample_everywhere() -> None:
+    norms = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([1.0, math.nan])}
+    factors, excluded = clip_each(norms, {"a": 1.0, "b": 0.5})
+    assert excluded.tolist() == [False, True]
+    assert factors["a"][1] == 0 and factors["b"][1] == 0
+    assert factors["a"][0] * 3 <= 1 and factors["b"][0] <= 0.5
+
+
+def test_one_home_of_c() -> None:
+    params = PrivacyParams(noise_multiplier=2.0, max_grad_norm=[3.0, 4.0], loss_reduction="sum")
+    assert params.sensitivity == 5.0 and params.noise_std == 10.0
+    params.max_grad_norm = 10.0  # a scheduler's single number scales all layers
+    assert params.max_grad_norms == [6.0, 8.0] and params.noise_std == 20.0
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        params.max_grad_norm = [1.0, -1.0]
+    assert params.max_grad_norms == [6.0, 8.0]
+
+
+def test_count_shares_the_budget() -> None:
+    params = PrivacyParams(noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="sum")
+    params.count_noise_std = 2.0
+    # Two Gaussian mechanisms compose as one with 1/sigma^2 = sum of theirs.
+    assert params.noise_std**-2 + (2 * 2.0) ** -2 == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_gaussian_has_the_right_distribution(secure: bool) -> None:
+    noise = gaussian(3.0, torch.zeros(200, 500), secure_mode=secure).double()
+    count = noise.numel()
+    assert abs(noise.mean()) < 5 * 3.0 / math.sqrt(count)
+    assert noise.std().item() == pytest.approx(3.0, rel=5 / math.sqrt(2 * count))
+    kurtosis = ((noise / noise.std()) ** 4).mean().item()
+    assert kurtosis == pytest.approx(3.0, abs=5 * math.sqrt(24 / count))
+    again = gaussian(3.0, torch.zeros(200, 500), secure_mode=secure)
+    assert not torch.equal(noise.float(), again)
+
+
+def test_gaussian_widens_half_precision_and_draws_nothing_for_zero() -> None:
+    assert gaussian(1.0, torch.zeros(3, dtype=torch.bfloat16)).dtype == torch.float32
+    state = torch.get_rng_state()
+    assert gaussian(0.0, torch.zeros(3)).abs().sum() == 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_streams_differ_in_their_low_bits() -> None:
+    """A generator on the CPU takes the low 32 bits alone; streams of meshes differ in high ones."""
+    for distance in (1, 1 << 32, 1 << 40):
+        seeds = [fold(12345, i * distance) for i in range(256)]
+        assert len({s % 2**32 for s in seeds}) == len(seeds)

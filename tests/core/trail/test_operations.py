@@ -1,0 +1,243 @@
+"""The label that the trail gives to the result of an operation, against what each element is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opacus.core.record.trail import Trail
+from opacus.core.record.trail.labels import Labels, Lost
+
+B, T, D = 4, 3, 2
+
+
+def labelled(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> tuple[Tensor, Trail]:
+    """The result of a function of inputs whose first dimension is the samples'."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(B, *shape, dtype=torch.float64) for shape in shapes]
+    with Trail(inputs, B) as trail:
+        result = function(*inputs)
+    return result, trail
+
+
+def dependence(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Tensor:
+    """``[B, *result]``: whether a result's element has a gradient with respect to a sample."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(B, *shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    result = function(*inputs)
+    rows = []
+    for element in result.reshape(-1):
+        grads = torch.autograd.grad(
+            element, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        rows.append(torch.stack([(g != 0).flatten(1).any(1) for g in grads]).any(0))
+    return torch.stack(rows, 1).view(B, *result.shape)
+
+
+def mask(x: Tensor) -> Tensor:
+    return torch.tensor([True, False, True, True])
+
+
+def put_rows(x: Tensor) -> Tensor:
+    h = x.clone()
+    h[mask(x)] = h[mask(x)] * 2
+    return h
+
+
+def routed(x: Tensor) -> Tensor:
+    """Tokens to experts and back, as in a mixture of experts."""
+    flat = x.reshape(-1, D)
+    chosen = flat.detach().abs().sum(1).argsort()  # two experts, half of the tokens each
+    out = torch.zeros_like(flat)
+    for some in (chosen[:5], chosen[5:]):
+        out.index_add_(0, some, flat[some] * 3)
+    return out.view(B, T, D)
+
+
+def step_by_step(x: Tensor) -> Tensor:
+    out = x.new_zeros(B, T, D)
+    for t in range(T):
+        out[:, t] = x[:, t] * 2
+    return out
+
+
+def into_empty(x: Tensor) -> Tensor:
+    out = torch.empty(T, B, D)
+    for t in range(T):
+        out[t] = x[:, t] * 2
+    return out
+
+
+def halves(x: Tensor) -> Tensor:
+    out = x.new_zeros(B, T, D)
+    out[:2] = x[2:]
+    out[2:] = x[:2]
+    return out
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    h = x.clone()
+    h.view(B * T, D)[3:6] *= 2
+    h.transpose(0, 1)[0] += 1
+    return h
+
+
+def attention(x: Tensor) -> Tensor:
+    heads = x.view(B, T, 1, D).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(B, T, D)
+
+
+FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda x: x.flatten(0, 1),
+    "unflatten": lambda x: x.flatten(0, 1).unflatten(0, (B, T)),
+    "merge all": lambda x: x.reshape(-1),
+    "odd shape": lambda x: x.reshape(2, -1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "time major flat": lambda x: x.transpose(0, 1).reshape(-1, D),
+    "select": lambda x: x[2],
+    "slice": lambda x: x[1::2],
+    "of time": lambda x: x[:, -1],
+    "chunk": lambda x: x.chunk(2)[1],
+    "split": lambda x: x.split([1, 3])[1],
+    "unbind": lambda x: x.unbind(1)[0],
+    "stack": lambda x: torch.stack([x, x * 2]),
+    "stack inside": lambda x: torch.stack([x, x * 2], 1),
+    "cat": lambda x: torch.cat([x, x.flip(0)]),
+    "cat of time": lambda x: torch.cat([x, x * 2], 1),
+    "cat with a token": lambda x: torch.cat([torch.ones(1, 1, D).expand(B, 1, D).to(x), x], 1),
+    "repeat": lambda x: x.repeat(2, 1, 1),
+    "repeat interleave": lambda x: x.repeat_interleave(2, 0),
+    "expand": lambda x: x[:, None].expand(B, 5, T, D),
+    "roll": lambda x: x.roll(1, 0),
+    "roll all": lambda x: x.roll(1),
+    "flip": lambda x: x.flip(0, 1),
+    "index": lambda x: x[torch.tensor([2, 0, 3])],
+    "index pairs": lambda x: x[torch.tensor([2, 0]), torch.tensor([1, 2])],
+    "index of time": lambda x: x[:, torch.tensor([2, 0])],
+    "mask": lambda x: x[mask(x)],
+    "mask of tokens": lambda x: x[x.detach().sum(-1) > 0],
+    "index select": lambda x: x.index_select(0, torch.tensor([1, 1, 0])),
+    "gather rows": lambda x: x.gather(0, torch.tensor([1, 0, 2])[:, None, None].expand(3, T, D)),
+    "gather tokens": lambda x: x.gather(
+        1, x.detach().norm(dim=-1).argsort(1)[..., None].expand_as(x)
+    ),
+    "sort tokens": lambda x: x.sort(1)[0],
+    "sort rows": lambda x: x.sort(0)[0],
+    "top tokens": lambda x: x.topk(2, 1)[0],
+    "order and back": lambda x: x[x.detach().sum((1, 2)).argsort()].tanh(),
+    "masked select": lambda x: x.masked_select(x.detach() > 0),
+    "where": lambda x: torch.where(x > 0, x, x * 2),
+    "masked fill": lambda x: x.masked_fill(x > 0, 0.0) + 0 * x,
+    "put rows": put_rows,
+    "routed": routed,
+    "step by step": step_by_step,
+    "halves": halves,
+    "through a view": through_a_view,
+    "windows": lambda x: x.unfold(1, 2, 1).reshape(-1, 2),
+    "pad": lambda x: F.pad(x, (1, 1)) + 0 * x.sum(-1, keepdim=True),
+    "linear": lambda x: F.linear(x, torch.ones(5, D).to(x)),
+    "from the left": lambda x: torch.ones(5, T).to(x) @ x,
+    "attention": attention,
+    "own products": lambda x: torch.einsum("btd,bsd->bts", x, x),
+    "layer norm": lambda x: F.layer_norm(x, (D,)),
+    "softmax": lambda x: x.softmax(1),
+    "mean": lambda x: x.mean(1),
+    "convolution": lambda x: F.conv1d(x, torch.ones(2, T, 1).to(x)),
+    "pooling": lambda x: F.adaptive_avg_pool1d(x, 1),
+    "instance norm": lambda x: F.instance_norm(x),
+    "cumsum": lambda x: x.cumsum(1),
+    "scatter": lambda x: torch.zeros(B, 5, D).to(x).scatter(
+        1, torch.tensor([4, 0, 2])[None, :, None].expand(B, T, D), x
+    ) + 0 * x.sum(1, keepdim=True),
+    "scatter rows": lambda x: torch.zeros_like(x).scatter(
+        0, torch.tensor([3, 0, 2, 1])[:, None, None].expand(B, T, D), x
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_label_is_that_of_each_element(name: str) -> None:
+    function = FOLLOWED[name]
+    result, trail = labelled(function, (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels), state
+    depends = dependence(function, (T, D))
+    assert bool((depends.sum(0) <= 1).all()), "the test itself mixes samples"
+    ids = state.ids.expand(result.shape)
+    known = depends.any(0)
+    assert known.any()
+    # An element that depends on a sample has that sample's label.
+    assert torch.equal(ids[known], depends.int().argmax(0)[known])
+
+
+def test_written_to_empty_memory() -> None:
+    result, trail = labelled(into_empty, (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels)
+    assert state.ids.flatten().tolist() == list(range(B))
+    assert state.ids.shape == (1, B, 1)
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of the batch": lambda x: x.mean(0),
+    "mean of all": lambda x: x - x.mean(),
+    "across the batch": lambda x: torch.ones(5, B).to(x) @ x.flatten(1),
+    "contrast": lambda x: x.flatten(1) @ x.flatten(1).t(),
+    "neighbours": lambda x: x + x.roll(1, 0),
+    "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
+    "softmax of the batch": lambda x: x.softmax(0),
+    "time for samples": lambda x: x.new_ones(B, B, D) * x[:, :1] + x[:, 0],
+    "added up": lambda x: torch.zeros(2, T, D).to(x).index_add(
+        0, torch.tensor([0, 1, 0, 1]), x
+    ),
+    "attention over samples": lambda x: F.scaled_dot_product_attention(
+        x[None].transpose(1, 2), x[None].transpose(1, 2), x[None].transpose(1, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_elements_of_several_samples_end_the_trail(name: str) -> None:
+    result, trail = labelled(MIXED[name], (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Lost) and state.mixed, state
+
+
+def test_unknown_operations_end_the_trail() -> None:
+    result, trail = labelled(lambda x: torch.fft.fft(x).real, (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Lost) and not state.mixed and "fft" in state.reason
+
+
+def test_memory_written_past_torch_is_not_taken_for_constants() -> None:
+    def by_numpy(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out.numpy()[...] = x.numpy() * 2
+        return out + 1
+
+    result, trail = labelled(by_numpy, (T, D))
+    assert isinstance(trail.state(result), Lost)
+
+
+def test_label_is_small() -> None:
+    result, trail = labelled(lambda x: (x.view(B, T, D).relu() * 2)[:, 1:].contiguous(), (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels) and state.ids.shape == (B, 1, 1)
+
+
+def test_views_see_what_is_written_to_others() -> None:
+    def swapped(x: Tensor) -> Tensor:
+        h = x.clone()
+        view = h.view(B, -1)
+        h[:2] = x[2:]
+        return view * 1
+
+    result, trail = labelled(swapped, (T, D))
+    state = trail.state(result)
+    known = isinstance(state, Labels)
+    assert not known or state.ids.flatten().tolist() == [2, 3, 2, 3]
