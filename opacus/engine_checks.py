@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.privacy.key import reproducible_from_environment
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
@@ -83,6 +84,7 @@ def check_arguments(
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    refuse_hooks(module.named_parameters())
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("module has no trainable parameters: nothing would be trained")
     known = {id(p) for p in module.parameters()}

@@ -219,8 +219,11 @@ class PrivacyEngine(EngineAccounting):
         except BaseException:
             private_module.cleanup()
             raise
+        private_optimizer.isolation = getattr(private_module, "isolation", None)
         self._prepare_noise(private_optimizer, module)
         private_optimizer.attach_step_hook(self.step_counter(rate))
+        if poisson_sampling:
+            private_optimizer.follow_draws(private_loader.batch_sampler.draws)
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
             return private_module, private_optimizer, *loss, private_loader

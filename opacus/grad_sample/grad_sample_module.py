@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -138,6 +141,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._sharding_is_known = self._is_sharded()
         self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
+        self.isolation = self._make_isolation()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
@@ -173,6 +177,18 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def _make_strategy(self) -> Any:
         return Materialise(self.loss_reduction)
+
+    def _make_isolation(self, **how: Any) -> Isolation:
+        """What checks that samples do not depend on each other."""
+        return Isolation(
+            self._module,
+            self._recorder,
+            batch_first=self.batch_first,
+            shared=self._detach or self.loss_reduction == "mean",
+            sees_loss=self._detach,
+            replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
+            **how,
+        )
 
     def remove_hooks(self) -> None:
         """Take all hooks off the module; nothing of them is left on it."""
@@ -234,6 +250,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
             self._strategy.receive(_forward_input)
 
     def _on_record(self, record: Record) -> None:
+        if not self._detach:  # what autograd forms reaches the hooks of parameters
+            owners, held = record.layer.owners, record.layer.module._parameters
+            own = [(owners[name], held[name]) for name in record.spec.params]
+            refuse_hooks([(name, p) for name, p in own if p is not None])
         self.capture_backprops_hook(
             record.layer.module,
             record,

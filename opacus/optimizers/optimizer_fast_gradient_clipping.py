@@ -29,6 +29,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._watch = SumWatch()
         self.expects_criterion = False
         self._clipped_batches = 0
+        self._clipped_samples = 0
         self._accumulated = 1
         self._loss_scale: float | None = None
 
@@ -36,12 +37,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         """Write the noised gradient over ``p.summed_grad``, which is ``None`` after a step then."""
         self._overwrites_sums = True
 
-    def note_clipped_batch(self, loss_scale: float | None = None, excluded: bool = False) -> None:
+    def note_clipped_batch(
+        self, loss_scale: float | None = None, excluded: bool = False, samples: int = 0
+    ) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 
         Args:
             loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
                 ``None`` without one.
+            samples: Number of samples in it.
             excluded: Whether samples with infinite or NaN gradients were left out.
 
         Raises:
@@ -51,6 +55,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
         self._loss_scale = loss_scale
         self._clipped_batches += 1
+        self._clipped_samples += samples
         self._note_clipping_norm()
         if excluded and loss_scale is not None:
             # As autograd would have left them: the scaler looks for that, and backs off.
@@ -90,7 +95,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._loss_scale = None
         self._watch.forget()
         self._accumulated = max(self._clipped_batches, 1)
-        self._clipped_batches = 0
+        self._clipped_batches = self._clipped_samples = 0
+
+    def _samples(self) -> int:
+        return self._clipped_samples
 
     def check_unchanged(self) -> None:
         """Refuse gradients that are not the clipped sums which ``backward()`` has left.
@@ -166,13 +174,13 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Args:
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
-        self._clipped_batches, self._loss_scale = 0, None
+        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self._clipped_batches, self._loss_scale = 0, None
+        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

@@ -96,7 +96,7 @@ class DPTensorFastGradientClipping(Tensor):
         clipped = self.module.clip()
         self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
         excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded)
+        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
@@ -233,6 +233,10 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
                 f"{first.loss_reduction} vs {other.loss_reduction}"
             )
     _check_scales(function, operands, losses)
+    others = [o for o in operands if isinstance(o, Tensor) and not _is_loss(o)]
+    joint = len(first.loss_per_sample) > 1  # of one sample any loss is its own
+    if joint and any(other.requires_grad and not other.dim() for other in others):
+        _refuse_joint(function)
     result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
     if result.shape != first.loss_per_sample.shape:
         raise ValueError(
@@ -242,6 +246,16 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
     combined: DPTensorFastGradientClipping = first._with(result)
     combined.loss_scale = first.loss_scale
     return combined
+
+
+def _refuse_joint(function: Callable[..., Any]) -> None:
+    raise ValueError(
+        f"{function.__name__} of the criterion's losses and one ordinary loss for the whole batch: "
+        "that one depends on all samples at once, so no sample's part of it can be clipped. Give "
+        "one loss a sample (reduction='none', shape [batch]), or make a second criterion by "
+        "DPLossFastGradientClipping(module, optimizer, other_criterion, loss_reduction). For a "
+        "penalty on the parameters use the optimizer's weight_decay"
+    )
 
 
 def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:
@@ -297,6 +311,7 @@ class DPLossFastGradientClipping:
         self.criterion = criterion
         self.loss_reduction = loss_reduction
         optimizer.expects_criterion = True
+        optimizer.isolation = module.isolation
         if module.book_keeping:
             optimizer.overwrite_sums()
 
@@ -321,17 +336,25 @@ class DPLossFastGradientClipping:
         losses = self._unreduced(args, kwargs)
         if shape is None:
             self._refuse_joined(losses)
+        losses = self._per_sample(losses, args, kwargs, self._samples(shape))
+        rows = _rows(args, kwargs)
+        self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
+        return DPTensorFastGradientClipping(
+            self.module, self.optimizer, losses, self.loss_reduction
+        )
+
+    def _alone(self, args: Any, kwargs: Any, samples: int) -> Tensor:
+        return self._per_sample(self._unreduced(args, kwargs), args, kwargs, samples)
+
+    def _per_sample(self, losses: Any, args: Any, kwargs: Any, samples: int | None) -> Tensor:
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
-        losses = per_sample_losses(
+        return per_sample_losses(
             losses,
             rows=_rows(args, kwargs),
-            samples=self._samples(shape),
+            samples=samples,
             targets=targets,
             ignore_index=getattr(self.criterion, "ignore_index", None),
             reduction=self.loss_reduction,
-        )
-        return DPTensorFastGradientClipping(
-            self.module, self.optimizer, losses, self.loss_reduction
         )
 
     def _refuse_joined(self, losses: Any) -> None:

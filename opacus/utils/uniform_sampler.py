@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from opacus.core.kernels.noise.words import words_between
+from opacus.core.privacy.draws import Draws
 from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator
 
 __all__ = [
@@ -208,11 +209,13 @@ class UniformWithReplacementSampler(_Keyed):
         self.sample_rate = sample_rate
         self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.draws.started = True
         for coins in self._pass():
             yield poisson_draw(self.num_samples, self.sample_rate, coins).tolist()
 
@@ -266,6 +269,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         self.rank = torch.distributed.get_rank()
         self.num_samples = len(range(self.rank, total_size, self.num_replicas))
         self.num_batches = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
         self.key.agree()
 
     def __len__(self) -> int:
@@ -277,6 +281,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.draws.started = True
         owner = self._owners()
         for coins in self._pass(self.epoch):
             chosen = poisson_draw(self.total_size, self.sample_rate, coins).numpy()

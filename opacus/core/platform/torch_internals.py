@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,6 +212,27 @@ def number_of_backward() -> int:
     return -1 if number is None else int(number())
 
 
+def roots_of_backward() -> list[Tensor]:
+    """What the backward pass that is running was started from; empty if it cannot be told.
+
+    Looks at the frames of Python: those of this thread, and of the one that waits for it where
+    a device has a thread of its own.
+    """
+    others = sys._current_frames() if hasattr(sys, "_current_frames") else {}
+    own = _roots_in(sys._getframe())
+    found = [own] if own else [roots for frame in others.values() if (roots := _roots_in(frame))]
+    return found[0] if len(found) == 1 else []
+
+
+def _roots_in(frame: FrameType | None) -> list[Tensor]:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            roots = frame.f_locals.get("t_outputs", ())
+            return [root for root in roots if isinstance(root, Tensor)]
+        frame = frame.f_back
+    return []
+
+
 def default_store() -> Any:
     """The store that joined the ranks, ``None`` if this version of torch keeps it elsewhere."""
     from torch.distributed import distributed_c10d
@@ -235,3 +256,12 @@ def communication_state(model: nn.Module) -> str:
 def is_idle(model: nn.Module) -> bool:
     """Whether no FSDP2 unit is in the middle of a pass."""
     return set(communication_state(model).split()) <= {"IDL"}
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward pass that runs now adds to ``leaf.grad``.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` run only what their inputs need.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return bool(torch._C._will_engine_execute_node(node))

@@ -23,9 +23,15 @@ class Waiting(Protocol):
 
 @dataclass(eq=False)
 class Generation:
-    """Forward passes over the same batch rows, with the taps that still wait."""
+    """Forward passes over the same batch rows, with the taps that still wait.
+
+    Attributes:
+        uses: How often each layer ran.
+        recomputed: Layers that activation checkpoints have run again.
+    """
 
     uses: dict[str, int] = field(default_factory=dict)
+    recomputed: set[str] = field(default_factory=set)
     begun: bool = False
     waiting: weakref.WeakSet[Waiting] = field(default_factory=weakref.WeakSet)
 
@@ -40,12 +46,14 @@ class ForwardPass:
     Attributes:
         batch: Number of samples, if the model's inputs agree on one.
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+        ordinary: Names of parameters that an ordinary loss has run backward through.
     """
 
     generation: Generation
     batch: int | None = None
     sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
+    ordinary: tuple[str, ...] = ()
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""
@@ -88,6 +96,17 @@ class Record:
         """Number of samples in this record."""
         first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
         return first.shape[0]  # type: ignore[no-any-return]
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its backprops are."""
+        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
+        return first.device  # type: ignore[no-any-return]
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether its activations were computed in the backward pass, by a checkpoint."""
+        return self.spec.name in self.generation.recomputed
 
     @cached_property
     def elements(self) -> int:

@@ -24,6 +24,7 @@ Note [Forward passes and generations]
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,7 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
+        self.probed = False  # whether the model runs on the side, to check it
         # Runs the model without taps where its batch is one sample, if that is possible.
         self.lone: LoneSample | None = None
         self.bare = False  # whether layers run without taps now
@@ -130,6 +132,11 @@ class Recorder:
             self.handles.pop().remove()
         self.forget()
 
+    @property
+    def uses(self) -> list[str]:
+        """Names of the layers that ran over the latest batch rows, in the order of first use."""
+        return list(self._generation.uses)
+
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -143,6 +150,31 @@ class Recorder:
             yield
         finally:
             self.enabled = before
+
+    @contextmanager
+    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
+        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
+        before = dict(self.__dict__)
+        fresh = {"indices": copy.deepcopy(self.indices), "repeats": RepeatCheck()}
+        self.__dict__.update(fresh, follower=Follower(), lone=None, bare=False, detach=True)
+        self.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
+        self.forget()
+        try:
+            yield
+        finally:
+            for hooks in self._hooks:
+                hooks.put_back()
+            self.indices.end()
+            self.__dict__.update(before)
+
+    @contextmanager
+    def passing_back(self) -> Iterator[None]:
+        """A backward pass of ours: layers that run in it are computed again."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -281,6 +313,8 @@ class Recorder:
         recomputed = self.in_backward
         if recomputed and self.lone is not None and use.spec.name not in self._generation.uses:
             self.lone.rule_out("reentrant checkpoints hide the forward pass")
+        if recomputed:
+            self._generation.recomputed.add(use.spec.name)
         use.register(output_shape, counted=not recomputed)
 
     def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
