@@ -84,11 +84,12 @@ class Checkpointer:
 
     Guarantee: a run that is killed at any moment, also while it saves, and resumed goes on with
     the same epsilon, and draws no noise and no coin toss of Poisson sampling a second time: a
-    checkpoint holds the number of the next step, and the name of the key of its noise, but no key.
-    A resumed run has a new key, unless noise (``noise_generator``) and sampling (the loader's
-    generator), or both (``OPACUS_REPRODUCIBLE=1``), come from the seed of the saved run: then, on
-    as many ranks, it goes on as if it had not been killed: same batches, noise and dropout; and
-    with the same batches and noise on another number of ranks.
+    checkpoint holds the number of the next step, and the public name of the noise's key. A
+    resumed run has another key. If noise (``noise_generator``) and sampling (the loader's
+    generator), or both (``OPACUS_REPRODUCIBLE=1``), come from seeds, in the saved run and in the
+    resumed one, the checkpoint holds their keys, too: then, on as many ranks, it goes on as if it
+    had not been killed, with the same batches, noise and dropout; and with the same batches and
+    noise on another number of ranks.
 
     What a killed run computed after its last checkpoint must not be released: if the run resumes
     those steps are taken again, maybe with other noise, and are counted once. Checkpoints hold the
