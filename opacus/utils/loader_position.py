@@ -155,14 +155,13 @@ class LoaderPosition:
         known = state["sampler"] == _name(self._sampler)
         whole = isinstance(self._sampler, _WHOLE)
         replay = known and (same_ranks or whole) and self._can_replay(state["start"])
-        if isinstance(self._sampler, _POISSON):
-            self._sampler.key.at_least({SAMPLING: state["start"].get("pass", -1) + 1})
         self._next = _Resumption(state["used"], state["start"] if replay else None, settle)
         return replay or isinstance(self._sampler, _POISSON)
 
     def _can_replay(self, start: dict[str, Any] | None) -> bool:
         if isinstance(self._sampler, _POISSON):
-            return start is not None and self._sampler.key.is_of(start)
+            key = None if start is None else start.get("coins")
+            return key is not None and self._sampler.key.resume(key) and "secret" in key
         sources = self.sources
         system = any(isinstance(source, SystemGenerator) for source in sources)
         return start is not None and not system and len(start["sources"]) == len(sources)
@@ -207,7 +206,8 @@ class LoaderPosition:
         }
         if isinstance(self._sampler, _POISSON):
             key = self._sampler.key
-            state |= {"key": key.key.identifier, "pass": key.numbers.get(SAMPLING, 0)}
+            number = key.numbers.get(SAMPLING, 0)
+            state |= {"pass": number, "coins": {**key.state_dict(), "next": {SAMPLING: number + 1}}}
         return state
 
 
