@@ -25,6 +25,7 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,8 @@ from opacus.core.record.whole import LoneSample, WholeUse, only_whole
 from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -99,6 +102,7 @@ class Recorder:
         self._follows = False  # whether the follower has to be asked about layers now
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
+        self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
@@ -211,6 +215,7 @@ class Recorder:
         batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
+        self._generation.calls.add(self._current)
         self.latest_batch = batch
         self._begin_following(module, (args, kwargs), batch)
         lone = self.lone
@@ -415,11 +420,24 @@ class Recorder:
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
+        if len(generation.calls) > 1:
+            self._join(use.forward_pass)
         if not torch.is_grad_enabled():
             self.sink(self._record(use, tensors, grads, borrowed))
             return
         with torch.no_grad():  # create_graph=True
             self.sink(self._record(use, tensors, grads, borrowed))
+
+    def _join(self, forward_pass: ForwardPass) -> None:
+        if forward_pass.generation.join(forward_pass) < 2 or self._warned_of_joining:
+            return
+        self._warned_of_joining = True
+        logger.warning(
+            "Losses of several forward passes are summed before one backward pass: row i of each "
+            "batch is taken to be the same sample (two views of it, say) and clipped as one. If "
+            "they are different samples, call the model once on all of them, or backward() and "
+            "step() for each batch."
+        )
 
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
