@@ -97,7 +97,8 @@ def _compare(
     """Empty if all losses agree, ``None`` if the criterion cannot be called like this."""
     for place in sorted(places):
         try:
-            losses = [criterion(*samples.one(place), 1) for _ in range(2)]
+            args, kwargs = samples.one(place)
+            losses = [criterion(args, kwargs, 1) for _ in range(2)]
             alone, again = (loss.detach().double().reshape(()) for loss in losses)
         except RUN_ERRORS:
             return None
