@@ -29,6 +29,7 @@ ALLOWED = {
     "optimizers": {"core"},
     "checkpoint": {"core", "grad_sample", "optimizers", "utils"},
     "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
+    "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
     "scale": {"core"},
 }

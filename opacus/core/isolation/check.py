@@ -36,7 +36,7 @@ Note [What is not seen]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from opacus.core.isolation.losses import Criterion, coupled_loss
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe, coarsest_dtype
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
-from opacus.core.isolation.watch import Watch, WatchedRuns
+from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.ranks.meeting import Meetings, ranks_with
@@ -54,6 +54,10 @@ from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.record.recorder import Recorder
 
 VARIABLE = "OPACUS_ISOLATION_CHECK"
+_ELSEWHERE = (
+    "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
+    "was released"
+)
 
 
 class IsolationError(RuntimeError):
@@ -248,12 +252,30 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
+    def check_loss(self, model: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
+        """See :func:`opacus.check_isolation`."""
+        units = number_of_units(batch, None, self.batch_first)
+        rows = UnitRows(units or 0, self.batch_first)
+        if not units or units < 2 or not rows.divides(batch):
+            raise ValueError(
+                "batch must hold at least two samples, in the first dimension of tensors (with "
+                "batch_first=False in the second), to compare them"
+            )
+        if not self.model.training:
+            raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
+        runs = LossRuns(model, batch, rows, loss, self.shared)
+        try:
+            found = self._probe.run(runs, coarsest_dtype(self.model))
+        except IncomparableError as reason:
+            raise ValueError(f"the model cannot be checked: {reason}") from None
+        if self._any_rank(bool(found)):
+            text = _explained(found[0], self.model, runs.count) if found else _ELSEWHERE
+            raise IsolationError(text)
+
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
         runs = self._runs(watch)
-        if not self._any_rank(runs is not None and watch.received):
-            return refusal
-        if runs is None:
+        if not self._any_rank(runs is not None and bool(watch.received)) or runs is None:
             return refusal
         found: list[Difference] = []
         try:
@@ -267,30 +289,29 @@ class Isolation:
                 f"checked for this model: {reason}. See opacus.check_isolation"
             )
         if found and not runs.made_up:
-            refusal = refusal or _explained(found[0], self.model, watch)
-        if self._any_rank(refusal is not None):
-            return refusal or (
-                "another rank found that a sample's gradient depends on other samples of its batch"
+            refusal = refusal or _explained(
+                found[0], self.model, len(watch.chosen), bool(watch.scalars)
             )
+        if self._any_rank(refusal is not None):
+            return refusal or _ELSEWHERE
         self.schedule.note(watch.key)
         return None
 
     def _runs(self, watch: Watch) -> WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""
-        if self.ranks is None:
-            usable = watch.received and watch.usable and watch.unchanged()
-            if not usable or not self.model.training:
-                return None
-            if not watch.chosen or not watch.rows.divides(watch.inputs):
-                self.schedule.note(watch.key)
-                self._warn(
-                    "whether a sample's gradient depends on the other samples of its batch cannot "
-                    "be checked: the model's inputs or outputs have no row for each sample"
-                )
-                return None
-            return WatchedRuns(self.model, watch)
-        usable = watch.usable and bool(watch.chosen) and watch.unchanged()
-        return WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+        usable = watch.prepare()
+        if self.ranks is not None:
+            return WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+        if not usable or not self.model.training:
+            return None
+        if not watch.divided or not watch.rows.divides(watch.inputs):
+            self.schedule.note(watch.key)
+            self._warn(
+                "whether a sample's gradient depends on the other samples of its batch cannot be "
+                "checked: the model's inputs or outputs have no row for each sample"
+            )
+            return None
+        return WatchedRuns(self.model, watch)
 
     def _dtype(self, watch: Watch) -> torch.dtype:
         also = [c["dtype"] for c in watch.contexts if c["enabled"]]
@@ -312,11 +333,11 @@ class Isolation:
         return {**self.__dict__, "_watch": None, "_pending": [], "_refusal": None}
 
 
-def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
+def _explained(found: Difference, model: nn.Module, together: int, scalars: bool = False) -> str:
     """The message of a difference, with its likely causes."""
     end = "Nothing was released."
     if found.unit < 0:
-        return f"in a run on {len(watch.chosen)} samples of the batch: {found.where}. {end}"
+        return f"in a run on {together} samples of the batch: {found.where}. {end}"
     if found.recomputed:
         return (
             f"two backward passes over the same forward pass differ, at {found.where}: norm "
@@ -328,7 +349,7 @@ def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
     causes = []
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         causes.append("batch statistics (batch normalisation)")
-    if watch.scalars:
+    if scalars:
         causes.append("a mean over the tokens of the batch in the model's own loss")
         causes.append("a load-balancing loss")
     causes += [
@@ -341,7 +362,7 @@ def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
     ]
     return (
         f"the gradient of sample {found.unit} is not its own, first at {found.where}: its norm is "
-        f"{found.together:.4g} in a batch of {len(watch.chosen)} and {found.alone:.4g} alone, so "
+        f"{found.together:.4g} in a batch of {together} and {found.alone:.4g} alone, so "
         f"what is clipped is not what the sample contributes. {end} Likely causes: "
         f"{'; '.join(dict.fromkeys(causes))}"
     )

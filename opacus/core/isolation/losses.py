@@ -112,7 +112,7 @@ def _compare(
     return ""
 
 
-def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
+def batch_mean(grad: Tensor, end: type) -> str | None:
     """In a running backward pass: whether the loss is a mean over more than samples.
 
     The normaliser of such a mean is a sum over the batch (of tokens that count, of class
@@ -120,7 +120,7 @@ def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
     over positions of which each sample has as many, is fine.
 
     Args:
-        grads: The gradients ``[B, ...]`` that the model's outputs got.
+        grad: The gradient ``[B, ...]`` that an output of the model got.
         end: The nodes at which the model ends.
 
     Returns:
@@ -132,7 +132,7 @@ def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
             continue
         if _has_weight(node):
             return "a mean over class weights (CrossEntropyLoss(weight=...), NLLLoss(weight=...))"
-        if any(g is not None and _uneven(g) for g in grads):
+        if _uneven(grad):
             return "a mean over the tokens of the batch, of which samples have different numbers"
     return None
 

@@ -79,12 +79,15 @@ class UnitRows:
         return tree_map_only(Tensor, fill, inputs)
 
     def output_dim(self, output: Tensor) -> int | None:
-        """The dimension of an output that counts units, or m rows for each unit, if it is one."""
+        """The dimension of an output that counts units, or m rows for each unit, if it is one.
+
+        In a time-major model ``[units, units]`` is taken for the output of a head.
+        """
+        if _is_square(output, self.units):
+            return 0
         dim = self.dim(output)
         if dim is None and output.dim() and self.units and output.shape[0] % self.units == 0:
-            dim = 0
-        if not self.batch_first and output.dim() > 1 and output.shape[0] == output.shape[1]:
-            return None
+            return 0
         return dim
 
     def _cut(self, tensor: Tensor) -> int | None:

@@ -47,87 +47,68 @@ class Watch:
         self.rows = rows
         self.key = key
         self.shared = shared
-        self.received = False
-        self.usable = True  # whether there is a gradient that is finite
+        self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
         self.dims: dict[int, int] = {}  # that count units, of these outputs
         self.scalars: dict[int, Tensor] = {}
+        self.divided = True  # whether all of these outputs are made of units
         self.contexts = _autocast_states()
         self._versions = [] if small else [(t, t._version) for t in tensors]
         self._notice = notice
-        self._places: list[int] = []
-        self._outputs: list[Tensor] = []
-
-    def unchanged(self) -> bool:
-        """Whether the inputs are what the model was called with."""
-        return all(t._version == version for t, version in self._versions)
 
     def gate(self, output: Any) -> Any:
         """``output`` of the model, whose gradient will be noted."""
         leaves, tree = tree_flatten(output)
-        self._places = [i for i, o in enumerate(leaves) if _differentiable(o)]
-        if not self._places:
-            return output
-        gated = _Gate.apply(self, *[leaves[i] for i in self._places])
-        for place, tensor in zip(self._places, gated, strict=True):
-            leaves[place] = tensor
+        for place, leaf in enumerate(leaves):
+            if _differentiable(leaf):
+                leaves[place] = _Gate.apply(self, place, leaf)
         return tree_unflatten(leaves, tree)
 
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """The gradients of the outputs have come, for the first time."""
-        if self.received:
+    def receive(self, place: int, grad: Tensor) -> None:
+        """The gradient of an output has come; the first one counts."""
+        if place in self.received:
             return
-        self.received = True
-        units = self.rows.units
-        if (
-            self._notice is not None
-            and (said := batch_mean(grads, _Gate._backward_cls)) is not None
-        ):
+        self.received.add(place)
+        said = batch_mean(grad, _GATES) if self._notice is not None else None
+        if self._notice is not None and said is not None:
             self._notice(said)
-        own: dict[int, Tensor] = {}
-        for place, grad in zip(self._places, grads, strict=True):
-            if grad is None:
-                continue
-            if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
-                self.scalars[place] = grad.detach().reshape(())
-                continue
-            dim = self.rows.output_dim(grad)
-            if units and dim is None:
-                return  # an output that is not made of units, or may be so in two ways
-            if units and dim is not None:
-                front = grad.detach().movedim(dim, 0)
-                own[place] = front.reshape(units, -1, *front.shape[1:])
-                self.dims[place] = dim
-        if not units:
+        units = self.rows.units
+        if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
+            self.scalars[place] = grad.detach().reshape(())
             return
-        norms = torch.zeros(units, dtype=torch.float64)
-        for grad in own.values():
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            norms += (
-                torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide).double().cpu() ** 2
-            )
-        scalars = [float(s.double().abs()) for s in self.scalars.values()]
-        finite = torch.isfinite(norms)
-        total = float(norms[finite].sum()) + sum(scalars)
-        self.usable = math.isfinite(total) and total > 0 and bool(finite.any())
-        self.chosen = _choose(norms.tolist(), min(self._count(), int(finite.sum())))
-        for place, grad in own.items():
-            kept = grad if len(self.chosen) == units else grad[self.chosen]
-            large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
-            self.cotangents[place] = kept.cpu() if large else kept
-        self._level()
+        dim = self.rows.output_dim(grad)
+        if dim is None:
+            self.divided = False
+        elif units:
+            front = grad.detach().movedim(dim, 0)
+            self.dims[place] = dim
+            self._keep(place, front.reshape(units, -1, *front.shape[1:]))
 
-    def _level(self) -> None:
-        """Bring gradients to a size at which half precision has most digits, all alike."""
+    def _keep(self, place: int, grad: Tensor) -> None:
+        """Keep the rows ``[units, m, ...]`` of a few units."""
+        if not self.chosen:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide)
+            self.chosen = _choose(norms.tolist(), self._count())
+        kept = grad if len(self.chosen) == len(grad) else grad[self.chosen]
+        large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
+        self.cotangents[place] = kept.cpu() if large else kept
+
+    def prepare(self) -> bool:
+        """All gradients have come; whether there is anything to run."""
+        if not self.chosen and self.scalars:
+            self.chosen = _choose([1.0] * self.rows.units, self._count())
         every = [*self.cotangents.values(), *self.scalars.values()]
-        if not every or all(t.dtype not in _NARROW for t in every):
-            return
-        largest = max(float(t.abs().max()) if t.numel() else 0.0 for t in every)
-        if largest > 0:
+        largest = max((float(t.abs().max()) for t in every if t.numel()), default=0.0)
+        unchanged = all(t._version == version for t, version in self._versions)
+        if not (self.chosen and unchanged and math.isfinite(largest) and largest > 0):
+            return False
+        if any(t.dtype in _NARROW for t in every):  # to the size with most digits, all alike
             factor = 2.0 ** -math.frexp(largest)[1]
             self.cotangents = {p: t * factor for p, t in self.cotangents.items()}
             self.scalars = {p: t * factor for p, t in self.scalars.items()}
+        return True
 
     def _count(self) -> int:
         """How many units are run together: no size of the inputs, so that it means units."""
@@ -139,19 +120,21 @@ class Watch:
 
 
 class _Gate(torch.autograd.Function):
-    """Identity on the model's outputs, which tells a watch the gradients that come back."""
+    """Identity on an output of the model, which tells a watch the gradient that comes back.
+
+    One for each output: a layer behind one that is not used must not get a gradient of zeros.
+    """
 
     @staticmethod
-    def forward(ctx: Any, watch: Watch, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.watch = watch
-        ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
+    def forward(ctx: Any, watch: Watch, place: int, output: Tensor) -> Tensor:
+        ctx.watch, ctx.place = watch, place
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         with torch.no_grad():
-            ctx.watch.receive(grads)
-        return (None, *grads)
+            ctx.watch.receive(ctx.place, grads[0])
+        return None, None, grads[0]
 
 
 # The nodes that it leaves in the graph.
@@ -204,6 +187,36 @@ class WatchedRuns:
             tensors.append(front)
             grads.append(fitted(cotangent[index].flatten(0, 1), front))
         return tensors, grads
+
+
+class LossRuns:
+    """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        rows: UnitRows,
+        loss: Callable[[Any, Any], Any],
+        shared: bool,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._rows = rows
+        self._loss = loss
+        self._shared = shared
+        self.count = min(rows.units, TOGETHER)
+
+    def unit(self, place: int) -> int:
+        return place
+
+    def start(self, places: Sequence[int]) -> Start:
+        value = self._loss(self._model, self._rows.select(self._batch, places))
+        value = getattr(value, "loss_per_sample", value)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
+        one = value.dim() == 0 and self._shared
+        return [value.sum() * len(places) if one else value.sum()], [torch.ones_like(value.sum())]
 
 
 def _choose(norms: list[float], count: int) -> list[int]:

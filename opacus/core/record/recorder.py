@@ -142,7 +142,7 @@ class Recorder:
         hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
         owners = [getattr(hook, "__self__", None) for hook in hooks]
         found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
-        return [recorder for recorder in found if recorder is not self]
+        return [r for r in found if isinstance(r, Recorder) and r is not self]
 
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
