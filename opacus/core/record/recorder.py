@@ -141,6 +141,13 @@ class Recorder:
         """Names of the layers that ran over the latest batch rows, in the order of first use."""
         return list(self._generation.uses)
 
+    def others(self) -> list[Recorder]:
+        """Recorders of other private models that have layers of this one."""
+        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
+        return [r for r in found if isinstance(r, Recorder) and r is not self]
+
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
