@@ -99,6 +99,8 @@ class Recorder:
         self._current: ForwardPass | None = None
         self._generation = Generation()
         self.latest_batch: int | None = None
+        # Number of losses of the backward pass that runs, where it is known.
+        self.losses: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
@@ -176,7 +178,7 @@ class Recorder:
             return
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
-        batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
+        batch = batch_of((args, kwargs), self._input_dim)
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self.latest_batch = batch
@@ -188,9 +190,10 @@ class Recorder:
     def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
         """Find out whose rows layers get, in the forward pass that begins."""
         self._follows = False
-        if batch is not None and batch > 1 and self.active(module) and can_follow(module, inputs):
+        told = batch is not None and self._latest_sizes <= {batch, 1}
+        if told and batch and batch > 1 and self.active(module) and can_follow(module, inputs):
             self.indices.end()
-            self._follows = self.follower.begin(inputs, batch, 0 if self.batch_first else 1)
+            self._follows = self.follower.begin(inputs, batch, self._input_dim)
         elif self.batch_first:
             self.indices.begin(inputs, batch, self.active(module), module)
 
@@ -392,9 +395,11 @@ class Recorder:
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
     ) -> Record:
-        if use.units is not None:
-            return self._regrouped(use, use.units, tensors, grads, borrowed)
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
+        # One input may hold several samples, in a list, say: then the losses tell.
+        hidden = forward_pass.batch == 1 and self.losses not in (None, 1)
+        if use.units is not None and not hidden:
+            return self._regrouped(use, use.units, tensors, grads, borrowed)
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]

@@ -105,15 +105,16 @@ class Trail(TorchDispatchMode):
         if mixed is not None:
             raise ValueError(
                 f"{spec} is given rows that are of no single sample: {mixed.reason}. Its gradient "
-                "has no part that belongs to one sample; freeze the layer, or compute what it is "
-                "given from one sample at a time"
+                "has no part that belongs to one sample. Compute what it is given from one sample at "
+                "a time, freeze the layer, or, if dimension 0 of the model's inputs is time, use "
+                "batch_first=False"
             )
         rows = output.shape[batch_dim] if output.dim() > batch_dim else 0
         if rows != self.count:
             reason = state.reason if isinstance(state, Lost) else "computed from no input"
             raise ValueError(
-                f"{spec} gives {rows} rows in a batch of {self.count} samples, and whose they are "
-                f"is not known ({reason}). Let the batch be the first dimension of its input "
+                f"{spec}, whose output is of shape {tuple(output.shape)}, gives {rows} rows in a "
+                f"batch of {self.count} samples, and whose they are is not known ({reason}). Let the batch be the first dimension of its input "
                 "(expand position ids to [batch, length], say), say whose rows they are "
                 "(opacus.units), or freeze the layer"
             )
