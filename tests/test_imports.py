@@ -30,6 +30,7 @@ ALLOWED = {
     "checkpoint": {"core", "grad_sample", "optimizers", "utils"},
     "engine_accounting": {"accountants"},
     "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
+    "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
     "scale": {"core"},
 }
@@ -106,7 +107,17 @@ def test_a_back_arrow_is_found(tmp_path: Path) -> None:
 
 
 # The rooms of the core, from the ground up; rules and privacy stand beside each other.
-ROOMS = ["platform", "kernels", "rules,privacy", "record", "norms", "sums", "ranks", "step"]
+ROOMS = [
+    "platform",
+    "kernels",
+    "rules,privacy",
+    "record",
+    "norms",
+    "sums",
+    "ranks",
+    "isolation",
+    "step",
+]
 
 
 def test_rooms_of_the_core_import_those_below_alone() -> None:

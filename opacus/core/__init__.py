@@ -11,6 +11,7 @@ Rooms in the order of the data; each imports only from those above it here, and
     norms      records -> squared norms
     sums       records and clipping factors -> the clipped sum
     ranks      who holds what, and how ranks add up
+    isolation  whether a unit's gradient is its own: a check before a step
     step       modes, losses, and what goes on around a step
 
 A step::

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
 from opacus.core.privacy.parameter_hooks import refuse_hooks
@@ -139,6 +141,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._sharding_is_known = self._is_sharded()
         self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
+        self.isolation = self._make_isolation()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
@@ -174,6 +177,18 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def _make_strategy(self) -> Any:
         return Materialise(self.loss_reduction)
+
+    def _make_isolation(self, **how: Any) -> Isolation:
+        """What checks that samples do not depend on each other."""
+        return Isolation(
+            self._module,
+            self._recorder,
+            batch_first=self.batch_first,
+            shared=self._detach or self.loss_reduction == "mean",
+            sees_loss=self._detach,
+            replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
+            **how,
+        )
 
     def remove_hooks(self) -> None:
         """Take all hooks off the module; nothing of them is left on it."""

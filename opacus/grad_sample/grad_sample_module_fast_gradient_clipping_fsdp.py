@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import total_norms
 from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.platform.sharded import is_dtensor
@@ -132,6 +133,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self._recovery = Recovery(self._module, self._reductions)
         self._recorder.handles += [*self._unit_order.handles, self._recovery.handle]
 
+    def _make_isolation(self, **how: Any) -> Isolation:
+        return super()._make_isolation(ranks=self._ranks, **how)
+
     def _deal(self, layers: list[Layer]) -> LayerShares:
         trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         wide = any(p.dtype == torch.float64 for p in trainable.values())
@@ -139,7 +143,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return LayerShares(layers, list(trainable), self._ranks, dtype)
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._recorder.active(module) and not self._recorder.in_backward:
+        recorder = self._recorder
+        if recorder.active(module) and not (recorder.in_backward or recorder.probed):
             self._data_check.look((args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

@@ -96,7 +96,7 @@ class DPTensorFastGradientClipping(Tensor):
         clipped = self.module.clip()
         self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
         excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded)
+        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
@@ -311,6 +311,7 @@ class DPLossFastGradientClipping:
         self.criterion = criterion
         self.loss_reduction = loss_reduction
         optimizer.expects_criterion = True
+        optimizer.isolation = module.isolation
         if module.book_keeping:
             optimizer.overwrite_sums()
 
@@ -335,17 +336,25 @@ class DPLossFastGradientClipping:
         losses = self._unreduced(args, kwargs)
         if shape is None:
             self._refuse_joined(losses)
+        losses = self._per_sample(losses, args, kwargs, self._samples(shape))
+        rows = _rows(args, kwargs)
+        self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
+        return DPTensorFastGradientClipping(
+            self.module, self.optimizer, losses, self.loss_reduction
+        )
+
+    def _alone(self, args: Any, kwargs: Any, samples: int) -> Tensor:
+        return self._per_sample(self._unreduced(args, kwargs), args, kwargs, samples)
+
+    def _per_sample(self, losses: Any, args: Any, kwargs: Any, samples: int | None) -> Tensor:
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
-        losses = per_sample_losses(
+        return per_sample_losses(
             losses,
             rows=_rows(args, kwargs),
-            samples=self._samples(shape),
+            samples=samples,
             targets=targets,
             ignore_index=getattr(self.criterion, "ignore_index", None),
             reduction=self.loss_reduction,
-        )
-        return DPTensorFastGradientClipping(
-            self.module, self.optimizer, losses, self.loss_reduction
         )
 
     def _refuse_joined(self, losses: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,6 +210,27 @@ def number_of_backward() -> int:
     """A number of the backward pass that is running (a reentrant one has its own)."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if number is None else int(number())
+
+
+def roots_of_backward() -> list[Tensor]:
+    """What the backward pass that is running was started from; empty if it cannot be told.
+
+    Looks at the frames of Python: those of this thread, and of the one that waits for it where
+    a device has a thread of its own.
+    """
+    others = sys._current_frames() if hasattr(sys, "_current_frames") else {}
+    own = _roots_in(sys._getframe())
+    found = [own] if own else [roots for frame in others.values() if (roots := _roots_in(frame))]
+    return found[0] if len(found) == 1 else []
+
+
+def _roots_in(frame: FrameType | None) -> list[Tensor]:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            roots = frame.f_locals.get("t_outputs", ())
+            return [root for root in roots if isinstance(root, Tensor)]
+        frame = frame.f_back
+    return []
 
 
 def default_store() -> Any:

@@ -24,6 +24,8 @@ Note [Forward passes and generations]
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +62,8 @@ from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
 
+logger = logging.getLogger(__name__)
+
 
 class Recorder:
     """Attaches taps to layers and hands a :class:`Record` to ``sink`` for each use.
@@ -87,6 +91,7 @@ class Recorder:
         self.detach = detach
         self.enabled = True
         self.in_backward = False
+        self.probed = False  # whether the model runs on the side, to check it
         # Runs the model without taps where its batch is one sample, if that is possible.
         self.lone: LoneSample | None = None
         self.bare = False  # whether layers run without taps now
@@ -99,6 +104,7 @@ class Recorder:
         self._hidden: dict[str, list[Units | None]] = {}
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
+        self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
         # Number of losses of the backward pass that runs, where it is known.
@@ -134,6 +140,18 @@ class Recorder:
             self.handles.pop().remove()
         self.forget()
 
+    @property
+    def uses(self) -> list[str]:
+        """Names of the layers that ran over the latest batch rows, in the order of first use."""
+        return list(self._generation.uses)
+
+    def others(self) -> list[Recorder]:
+        """Recorders of other private models that have layers of this one."""
+        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
+        return [r for r in found if isinstance(r, Recorder) and r is not self]
+
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -147,6 +165,31 @@ class Recorder:
             yield
         finally:
             self.enabled = before
+
+    @contextmanager
+    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
+        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
+        before = dict(self.__dict__)
+        fresh = {"indices": copy.deepcopy(self.indices), "repeats": RepeatCheck()}
+        self.__dict__.update(fresh, follower=Follower(), lone=None, bare=False, detach=True)
+        self.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
+        self.forget()
+        try:
+            yield
+        finally:
+            for hooks in self._hooks:
+                hooks.put_back()
+            self.indices.end()
+            self.__dict__.update(before)
+
+    @contextmanager
+    def passing_back(self) -> Iterator[None]:
+        """A backward pass of ours: layers that run in it are computed again."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -183,6 +226,7 @@ class Recorder:
         batch = batch_of((args, kwargs), self._input_dim)
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
+        self._generation.calls.add(self._current)
         self.latest_batch = batch
         self._begin_following(module, (args, kwargs), batch)
         lone = self.lone
@@ -421,11 +465,24 @@ class Recorder:
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
+        if len(generation.calls) > 1:
+            self._join(use.forward_pass)
         if not torch.is_grad_enabled():
             self.sink(self._record(use, tensors, grads, borrowed))
             return
         with torch.no_grad():  # create_graph=True
             self.sink(self._record(use, tensors, grads, borrowed))
+
+    def _join(self, forward_pass: ForwardPass) -> None:
+        if forward_pass.generation.join(forward_pass) < 2 or self._warned_of_joining:
+            return
+        self._warned_of_joining = True
+        logger.warning(
+            "Losses of several forward passes are summed before one backward pass: row i of each "
+            "batch is taken to be the same sample (two views of it, say) and clipped as one. If "
+            "they are different samples, call the model once on all of them, or backward() and "
+            "step() for each batch."
+        )
 
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sharded import is_dtensor, local_of
 from opacus.core.privacy.processed import is_processed
 
 # Relative change of a norm by a loss scale that has been divided by.
@@ -61,7 +61,7 @@ class SumWatch:
             if grad is None or is_processed(grad):
                 continue
             noted = getattr(grad, "_clipped_versions", None) == _versions(grad)
-            if (not noted or id(grad) in moved) and bool((_local(grad) != 0).any()):
+            if (not noted or id(grad) in moved) and bool((local_of(grad) != 0).any()):
                 found.append(parameter)
         return found
 
@@ -75,18 +75,16 @@ class SumWatch:
         return [g for g, kept in zip(self._normed, same.tolist(), strict=True) if not kept]
 
 
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
-
-
 def _versions(grad: Tensor) -> tuple[int, int]:
     """Counts of changes, of a sharded tensor and of this rank's shard."""
-    return grad._version, _local(grad)._version
+    return grad._version, local_of(grad)._version
 
 
 def _norms(grads: Sequence[Tensor]) -> Tensor:
     """``[n]`` norms of this rank's shards."""
-    return torch.stack([norm.double() for norm in torch._foreach_norm([_local(g) for g in grads])])
+    return torch.stack(
+        [norm.double() for norm in torch._foreach_norm([local_of(g) for g in grads])]
+    )
 
 
 @functools.cache

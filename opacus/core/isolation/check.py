@@ -1,0 +1,368 @@
+"""Checks, while training, that a unit's gradient does not depend on the others of its batch.
+
+Clipping bounds what a unit contributes only if its gradient is its own, and if the rows that
+layers see are assigned to the right units. Neither can be read off a model. So now and then a
+few units of a batch are run again, together and each alone, and their squared norms are
+compared, parameter by parameter, before anything is released.
+
+Note [What is run]
+    The forward pass is run on a few rows of the arguments that the model was called with,
+    when the optimizer is about to step: the graph of the batch is gone by then, so the check
+    needs no more memory than the step. Backward starts from the *gradients that the loss
+    sent to the model's outputs* in the real step, cut to the same rows. They are the very
+    numbers of the step, at the size that it has; outputs that the loss does not use have none,
+    and a cotangent of another size could hide a coupling or show one that does not matter. A
+    scalar output (the loss of a model that computes it) has one gradient for the batch, which
+    is shared out: a mean over samples is fine, a mean over the tokens of the batch is not.
+
+Note [What is switched off]
+    Dropout does nothing in these runs, so that a row is the same with and without the
+    others. A model that draws random numbers in another way is recognised because one row
+    alone differs from itself; it gets a warning, since nothing can be said.
+
+Note [When]
+    At the first step; at the first batch of a new structure (see
+    :func:`~opacus.core.isolation.unit_slices.structure`), as often as a share of all steps
+    allows; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
+    number of steps, and for a new structure by meeting in the store, where only ranks go that
+    see one.
+
+Note [What is not seen]
+    A loss that the model and our criterion do not compute (``hooks``): only its gradient is
+    known. Means that torch's own losses take over tokens or class weights are recognised in
+    the graph, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.isolation.losses import Criterion, coupled_loss
+from opacus.core.isolation.probe import Difference, IncomparableError, Probe, coarsest_dtype
+from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
+from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
+from opacus.core.platform.switches import switched_on
+from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.ranks.meeting import Meetings, ranks_with
+from opacus.core.ranks.mesh import ModelRanks
+from opacus.core.record.recorder import Recorder
+
+VARIABLE = "OPACUS_ISOLATION_CHECK"
+_ELSEWHERE = (
+    "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
+    "was released"
+)
+
+
+class IsolationError(RuntimeError):
+    """A unit's gradient depends on other units of its batch. Nothing of the batch is released."""
+
+
+@dataclass
+class Schedule:
+    """When a check is due; see Note [When]."""
+
+    interval: int = 1000
+    steps: int = 0
+    checks: int = 0
+    latest: int = 0  # the step of the latest check
+    known: set[Hashable] = field(default_factory=set)
+
+    def due(self, key: Hashable) -> bool:
+        """Whether a batch of this structure is checked in this step."""
+        return self.periodic() or self.new(key)
+
+    def periodic(self) -> bool:
+        return self.checks == 0 or self.steps - self.latest >= self.interval
+
+    def new(self, key: Hashable) -> bool:
+        """Whether the structure is new, and checks have not taken too much time so far."""
+        return key not in self.known and self.checks < 8 + self.steps // 500
+
+    def note(self, key: Hashable) -> None:
+        self.known.add(key)
+        self.checks += 1
+        self.latest = self.steps
+
+
+class Isolation:
+    """Watches forward passes of a private model and checks some before a step.
+
+    Args:
+        model: The model.
+        recorder: Its recorder.
+        batch_first: Whether dimension 0 of tensors counts units.
+        shared: Whether the loss is a mean over units, or one loss a unit.
+        sees_loss: Whether losses come from our criterion (else the graph is looked at).
+        twice: Whether a step runs backward twice.
+        replicated: Whether other processes hold the same parameters.
+        ranks: Those that share a model sharded by FSDP2.
+    """
+
+    _warned: ClassVar[bool] = False  # that the check is off
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        *,
+        batch_first: bool = True,
+        shared: bool = True,
+        sees_loss: bool = False,
+        twice: bool = False,
+        replicated: bool = False,
+        ranks: ModelRanks | None = None,
+    ) -> None:
+        self.model = model
+        self.recorder = recorder
+        self.batch_first = batch_first
+        self.shared = shared
+        self.sees_loss = sees_loss
+        self.ranks = ranks
+        self.schedule = Schedule()
+        self.on = switched_on(VARIABLE, default=True)
+        self._said: set[str] = set()
+        self._watch: Watch | None = None
+        self._pending: list[Watch] = []
+        self._refusal: str | None = None
+        self._meetings: Meetings | None = None
+        if ranks is not None and ranks.count > 1:
+            self._meetings = Meetings(ranks_with(model), "isolation")
+        self._probe = Probe(
+            model,
+            recorder,
+            plain=ranks is None and not replicated,
+            twice=twice,
+            any_rank=self._any_rank,
+        )
+        recorder.handles += [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+        if not self.on and not Isolation._warned:
+            Isolation._warned = True
+            warnings.warn(
+                f"{VARIABLE}=0: nothing checks whether a sample's gradient depends on other "
+                "samples of its batch, which no clipping would bound",
+                stacklevel=6,
+            )
+
+    @property
+    def interval(self) -> int:
+        """Steps between checks of batches whose structure is known; default 1,000."""
+        return self.schedule.interval
+
+    @interval.setter
+    def interval(self, value: int) -> None:
+        if value < 1:
+            raise ValueError(f"interval must be a number of steps >= 1, got {value}")
+        self.schedule.interval = value
+
+    # --- in the forward pass ---
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or under_functorch():
+            return
+        self._watch = None
+        recorder = self.recorder
+        tapped = recorder.active(module) or recorder.bare
+        if not self.on or recorder.probed or recorder.in_backward or not tapped:
+            return
+        inputs = (args, kwargs)
+        units = number_of_units(inputs, recorder.latest_batch, self.batch_first)
+        if units is None or (units == 0 and self.ranks is None):
+            return
+        key = structure(inputs, units, sizes=self.ranks is None, training=module.training)
+        if any(w.key == key and (w.received or self.ranks) for w in self._pending):
+            return  # one forward pass of each structure
+        if not self._due(key):
+            return
+        self._pending = [w for w in self._pending if w.key != key]
+        rows = UnitRows(units, self.batch_first)
+        notice = None if self.sees_loss else self._notice_mean
+        self._watch = Watch(inputs, rows, key, self.shared, notice)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or self._watch is None or self.recorder.probed:
+            return None
+        watch, self._watch = self._watch, None
+        self._pending.append(watch)
+        return watch.gate(output)
+
+    def _due(self, key: Hashable) -> bool:
+        schedule = self.schedule
+        if self._meetings is None or schedule.periodic():
+            return schedule.due(key)
+        if not schedule.new(key):
+            return False
+        schedule.known.add(key)  # ranks that do not see it are not asked again
+        outcome = self._meetings.meet(f"{schedule.steps}/{len(self._pending)}", repr(key), 5.0)
+        return outcome.agreed
+
+    # --- the criterion ---
+
+    def look_at_losses(
+        self, criterion: Criterion, args: Any, kwargs: Any, losses: Tensor, rows: int | None
+    ) -> None:
+        """Compare losses ``[B]`` of our criterion with those of samples alone, if it is due.
+
+        What is found is an error in the next step. See
+        :func:`~opacus.core.isolation.losses.coupled_loss` for the arguments.
+        """
+        if not self._pending or self._refusal is not None:
+            return
+        with torch.no_grad(), self.recorder.paused():
+            found = coupled_loss(criterion, args, kwargs, losses, rows)
+        if found is not None:
+            self._refusal = (
+                f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
+                "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
+                "a loss that is normalised over the batch. Compute it from each sample alone"
+            )
+
+    def _notice_mean(self, found: str) -> None:
+        self._warn(
+            f"the loss is {found}: the gradient of a sample depends on the other samples of its "
+            "batch, which clipping does not bound. Take the mean over each sample's own "
+            "positions first (reduction='none', then .mean(1).mean()), or use a ghost mode, whose "
+            "criterion does so"
+        )
+
+    # --- before a step ---
+
+    def check(self) -> None:
+        """Check the forward passes that are due; for the optimizer, before it releases.
+
+        Raises:
+            IsolationError: A unit is not the same alone.
+        """
+        pending, self._pending, self._watch = self._pending, [], None
+        refusal, self._refusal = self._refusal, None
+        try:
+            for watch in pending:
+                refusal = self._checked(watch, refusal)
+            if refusal is not None:
+                raise IsolationError(refusal)
+        finally:
+            self.schedule.steps += 1
+
+    def check_loss(self, model: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
+        """See :func:`opacus.check_isolation`."""
+        units = number_of_units(batch, None, self.batch_first)
+        rows = UnitRows(units or 0, self.batch_first)
+        if not units or units < 2 or not rows.divides(batch):
+            raise ValueError(
+                "batch must hold at least two samples, in the first dimension of tensors (with "
+                "batch_first=False in the second), to compare them"
+            )
+        if not self.model.training:
+            raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
+        runs = LossRuns(model, batch, rows, loss, self.shared)
+        try:
+            found = self._probe.run(runs, coarsest_dtype(self.model))
+        except IncomparableError as reason:
+            raise ValueError(f"the model cannot be checked: {reason}") from None
+        if self._any_rank(bool(found)):
+            text = _explained(found[0], self.model, runs.count) if found else _ELSEWHERE
+            raise IsolationError(text)
+
+    def _checked(self, watch: Watch, refusal: str | None) -> str | None:
+        """Check one forward pass; what is wrong with it, or has been before."""
+        runs = self._runs(watch)
+        if not self._any_rank(runs is not None and bool(watch.received)) or runs is None:
+            return refusal
+        found: list[Difference] = []
+        try:
+            found = self._probe.run(runs, self._dtype(watch))
+            if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
+                watch.rows = replace(watch.rows, squares=False)
+                found = self._probe.run(WatchedRuns(self.model, watch), self._dtype(watch))
+        except IncomparableError as reason:
+            self._warn(
+                f"whether a sample's gradient depends on the other samples of its batch cannot be "
+                f"checked for this model: {reason}. See opacus.check_isolation"
+            )
+        if found and not runs.made_up:
+            refusal = refusal or _explained(
+                found[0], self.model, len(watch.chosen), bool(watch.scalars)
+            )
+        if self._any_rank(refusal is not None):
+            return refusal or _ELSEWHERE
+        self.schedule.note(watch.key)
+        return None
+
+    def _runs(self, watch: Watch) -> WatchedRuns | None:
+        """How to run the model on units of this pass; ``None`` if there are none to run."""
+        usable = watch.prepare()
+        if self.ranks is not None:
+            return WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+        if not usable or not self.model.training:
+            return None
+        if not watch.divided or not watch.rows.divides(watch.inputs):
+            self.schedule.note(watch.key)
+            self._warn(
+                "whether a sample's gradient depends on the other samples of its batch cannot be "
+                "checked: the model's inputs or outputs have no row for each sample"
+            )
+            return None
+        return WatchedRuns(self.model, watch)
+
+    def _dtype(self, watch: Watch) -> torch.dtype:
+        also = [c["dtype"] for c in watch.contexts if c["enabled"]]
+        outputs = [c.dtype for c in watch.cotangents.values()]
+        return coarsest_dtype(self.model, [*also, *outputs])
+
+    def _any_rank(self, value: bool) -> bool:
+        if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
+            return value
+        every = self.ranks.gather_all(torch.tensor([int(value)], device=self.ranks.device))
+        return bool(every.any())
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watch": None, "_pending": [], "_refusal": None}
+
+
+def _explained(found: Difference, model: nn.Module, together: int, scalars: bool = False) -> str:
+    """The message of a difference, with its likely causes."""
+    end = "Nothing was released."
+    if found.unit < 0:
+        return f"in a run on {together} samples of the batch: {found.where}. {end}"
+    if found.recomputed:
+        return (
+            f"two backward passes over the same forward pass differ, at {found.where}: norm "
+            f"{found.together:.4g} in the first, {found.alone:.4g} in the second, of sample "
+            f"{found.unit}. What is summed would not be what was clipped. A checkpoint that draws "
+            "other random numbers when it is computed again is the likely cause: leave "
+            f"preserve_rng_state=True, or use a mode with _bk at its end. {end}"
+        )
+    causes = []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        causes.append("batch statistics (batch normalisation)")
+    if scalars:
+        causes.append("a mean over the tokens of the batch in the model's own loss")
+        causes.append("a load-balancing loss")
+    causes += [
+        "rows of a layer that are not samples in their order (sorted, routed, time first)",
+        "a parameter that is used outside its layer",
+        "a contrastive or normalised loss",
+        "batch statistics",
+        "capacity limits of experts",
+        "tensorwise float8 scales",
+    ]
+    return (
+        f"the gradient of sample {found.unit} is not its own, first at {found.where}: its norm is "
+        f"{found.together:.4g} in a batch of {together} and {found.alone:.4g} alone, so "
+        f"what is clipped is not what the sample contributes. {end} Likely causes: "
+        f"{'; '.join(dict.fromkeys(causes))}"
+    )

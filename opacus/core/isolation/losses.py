@@ -1,0 +1,167 @@
+"""Whether losses are the samples' own; see :mod:`opacus.core.isolation.check`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from opacus.core.isolation.probe import RUN_ERRORS, TOLERANCES
+from opacus.core.platform.torch_internals import roots_of_backward
+
+# Losses [B] of these arguments of a criterion, for so many samples.
+Criterion = Callable[[Any, Any, int], Tensor]
+CHOSEN = 4  # samples that are looked at
+MOST_WAYS = 16  # of cutting arguments into samples
+_MEAN = 1  # the number of reduction="mean" in torch's own losses
+
+
+def coupled_loss(
+    criterion: Criterion, args: Any, kwargs: Any, losses: Tensor, rows: int | None
+) -> str | None:
+    """Whether a criterion gives a sample another loss alone than in its batch.
+
+    Args:
+        criterion: Computes losses.
+        args: What it was called with.
+        kwargs: The same.
+        losses: ``[B]``, what it returned.
+        rows: Rows of its arguments, B or a multiple of it.
+
+    Returns:
+        What differs, ``None`` if nothing does, or if the criterion takes no single samples.
+    """
+    count = len(losses)
+    if count < 2 or not rows or rows % count or type(losses) is not Tensor:
+        return None
+    together = losses.detach().double()
+    tolerance = TOLERANCES.get(losses.dtype, max(TOLERANCES.values()))
+    finite = torch.isfinite(together)
+    if not finite.any():
+        return None
+    allowed = tolerance * (together.abs() + 0.1 * together[finite].abs().mean())
+    order = [i for i in together.argsort().tolist() if finite[i]]
+    places = {order[i * (len(order) - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
+    leaves, tree = tree_flatten((args, kwargs))
+    found: str | None = None
+    for dims in itertools.islice(itertools.product(*map(_ways(rows), leaves)), MOST_WAYS):
+        samples = _Samples(leaves, tree, dims, rows // count)
+        outcome = _compare(criterion, samples, together, allowed, places)
+        if outcome == "":
+            return None
+        found = found or outcome
+    return found
+
+
+def _ways(rows: int) -> Callable[[Any], list[int | None]]:
+    """Dimensions in which an argument may have the samples' rows; ``None``: it is all samples'."""
+
+    def ways(leaf: Any) -> list[int | None]:
+        if not isinstance(leaf, Tensor):
+            return [None]
+        dims: list[int | None] = [d for d in range(min(leaf.dim(), 2)) if leaf.shape[d] == rows]
+        return dims if 0 in dims else [*dims, None]
+
+    return ways
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A criterion's arguments, which can be cut into samples."""
+
+    leaves: list[Any]
+    tree: TreeSpec
+    dims: Sequence[int | None]
+    each: int  # rows
+
+    def one(self, place: int) -> Any:
+        own = [
+            _rows(leaf, dim, place * self.each, self.each) if isinstance(leaf, Tensor) else leaf
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+        return tree_unflatten(own, self.tree)
+
+
+def _rows(tensor: Tensor, dim: int | None, start: int, length: int) -> Tensor:
+    return tensor.detach() if dim is None else tensor.detach().narrow(dim, start, length)
+
+
+def _compare(
+    criterion: Criterion, samples: _Samples, together: Tensor, allowed: Tensor, places: set[int]
+) -> str | None:
+    """Empty if all losses agree, ``None`` if the criterion cannot be called like this."""
+    for place in sorted(places):
+        try:
+            args, kwargs = samples.one(place)
+            losses = [criterion(args, kwargs, 1) for _ in range(2)]
+            alone, again = (loss.detach().double().reshape(()) for loss in losses)
+        except RUN_ERRORS:
+            return None
+        if abs(alone - again) > allowed[place]:
+            return None  # random numbers
+        if not abs(alone - together[place]) <= allowed[place]:
+            return (
+                f"the loss of sample {place} is {float(together[place]):.6g} in a batch of "
+                f"{len(together)} and {float(alone):.6g} alone"
+            )
+    return ""
+
+
+def batch_mean(grad: Tensor, end: type) -> str | None:
+    """In a running backward pass: whether the loss is a mean over more than samples.
+
+    The normaliser of such a mean is a sum over the batch (of tokens that count, of class
+    weights), so that each sample's gradient depends on the others. A mean over samples, or
+    over positions of which each sample has as many, is fine.
+
+    Args:
+        grad: The gradient ``[B, ...]`` that an output of the model got.
+        end: The nodes at which the model ends.
+
+    Returns:
+        What was found, ``None`` if nothing.
+    """
+    for node in _nodes(end):
+        name = type(node).__name__.removesuffix("0").removesuffix("Backward")
+        if not name.startswith("NllLoss") or getattr(node, "_saved_reduction", None) != _MEAN:
+            continue
+        if _has_weight(node):
+            return "a mean over class weights (CrossEntropyLoss(weight=...), NLLLoss(weight=...))"
+        if _uneven(grad):
+            return "a mean over the tokens of the batch, of which samples have different numbers"
+    return None
+
+
+def _nodes(end: type) -> Iterator[Any]:
+    """The nodes of the backward pass that is running, up to those of ``end``."""
+    waiting = [root.grad_fn for root in roots_of_backward()]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen or isinstance(node, end):
+            continue
+        seen.add(node)
+        yield node
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _has_weight(node: Any) -> bool:
+    try:
+        return node._saved_weight is not None
+    except RuntimeError:  # it had one, which is freed when the node has run
+        return True
+    except AttributeError:
+        return False
+
+
+def _uneven(grad: Tensor) -> bool:
+    """Whether samples ``[B, T, ...]`` have different numbers of positions with a gradient."""
+    if grad.dim() < 3 or not len(grad):
+        return False
+    used = (grad != 0).flatten(2).any(2).sum(1)
+    return bool((used != used[0]).any())

@@ -1,0 +1,297 @@
+"""Measures units of a batch together and each one alone; see :mod:`opacus.core.isolation.check`."""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.isolation.undisturbed import undisturbed, without_dropout
+from opacus.core.norms.ledger import NormLedger
+from opacus.core.record.layers import Layer
+from opacus.core.record.record import Record
+from opacus.core.record.recorder import Recorder
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# How far norms may differ: relative to the larger one. A tenth of it, relative to the norm of
+# the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+# What a model raises that cannot be run on so few samples.
+RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
+CHOSEN = 3  # units that are run alone
+# What a backward pass starts from: tensors and their gradients.
+Start = tuple[list[Tensor], list[Tensor]]
+# Squared norms [k] by parameter name.
+Norms = dict[str, list[float]]
+
+
+class IncomparableError(Exception):
+    """Units cannot be compared; says why."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A unit that is not the same alone."""
+
+    unit: int
+    where: str
+    together: float
+    alone: float
+    recomputed: bool = False
+
+
+class Runs(Protocol):
+    """A way to run the model on some units of a batch."""
+
+    @property
+    def count(self) -> int:
+        """Number of units to choose from."""
+
+    def start(self, places: Sequence[int]) -> Start:
+        """Run the model on these units; the sum over them of what each unit trains on."""
+
+    def unit(self, place: int) -> int:
+        """The number that a unit has in its batch."""
+
+
+class Probe:
+    """Compares units of a batch; the model and its training state are as before afterwards.
+
+    Together, units are measured as in training: taps, rules, norms. Alone, a unit is measured
+    by plain autograd, without any of these, where no rank communicates gradients in it; by the
+    same means as together otherwise.
+
+    Args:
+        model: The model.
+        recorder: Its recorder.
+        plain: Whether plain autograd may run backward.
+        twice: Whether a step runs backward twice, so that both passes must be the same.
+        any_rank: Whether something is true on some rank that takes part.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        *,
+        plain: bool,
+        twice: bool,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._plain = plain and not any(_has_hooks(p) for p in model.parameters())
+        self._twice = twice
+        self._any_rank = any_rank
+        self._order: list[str] = []  # layers, in the order of the forward pass
+
+    def run(self, runs: Runs, dtype: torch.dtype) -> list[Difference]:
+        """The units that are another alone, none if all is well.
+
+        Args:
+            runs: Runs the model.
+            dtype: The coarsest type that it computes in.
+
+        Raises:
+            IncomparableError: The model cannot be run on single units, or draws random numbers
+                of its own; on all ranks alike.
+        """
+        tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
+        with ExitStack() as stack:
+            for other in self._recorder.others():
+                stack.enter_context(other.paused())
+            stack.enter_context(undisturbed(self._model))
+            found = self._run_again(runs, tolerance) if self._twice else []
+            if self._any_rank(bool(found)):
+                return found
+            with without_dropout(self._model):
+                return self._compare(runs, tolerance)
+
+    def _compare(self, runs: Runs, tolerance: float) -> list[Difference]:
+        try:
+            together = self._tapped(runs, range(runs.count))
+        except RUN_ERRORS as error:
+            if not _is_ours(error):
+                raise IncomparableError(
+                    f"it cannot be run on {runs.count} samples: {error}"
+                ) from error
+            together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
+        else:
+            refusal = []
+        if self._any_rank(bool(refusal)):
+            return refusal
+        chosen = _telling(together, runs.count)
+        if not self._plain:  # as many runs on each rank
+            chosen = (chosen * CHOSEN)[:CHOSEN]
+        alone = [self._alone(runs, place) for place in chosen]
+        differing: list[tuple[int, Difference]] = []
+        for number, place in enumerate(chosen):
+            one, unit = _column(together, place), runs.unit(place)
+            found = self._differences(unit, one, alone[number], tolerance)
+            differing += [(number, difference) for difference in found]
+        if self._any_rank(bool(differing)):
+            number = differing[0][0] if differing else 0
+            again = self._alone(runs, chosen[number])
+            random = self._differences(0, alone[number], again, tolerance)
+            if self._any_rank(bool(random)):
+                raise IncomparableError("it draws random numbers of its own, other ones each time")
+        return [difference for _, difference in differing]
+
+    def _run_again(self, runs: Runs, tolerance: float) -> list[Difference]:
+        """Whether two backward passes over one graph are the same, dropout and all."""
+        try:
+            first, second = self._measured(runs, [0], backwards=2)
+        except RUN_ERRORS:
+            return []  # the comparison says what is wrong
+        found = self._differences(runs.unit(0), _column(first, 0), _column(second, 0), tolerance)
+        return [replace(difference, recomputed=True) for difference in found]
+
+    # --- one run ---
+
+    def _tapped(self, runs: Runs, places: Sequence[int]) -> Norms:
+        return self._measured(runs, places, backwards=1)[0]
+
+    def _measured(self, runs: Runs, places: Sequence[int], backwards: int) -> list[Norms]:
+        """Norms by the taps, of one or more backward passes over one forward pass."""
+        recorder = self._recorder
+        ledgers: list[NormLedger] = []
+        refusals: list[Exception] = []
+
+        def sink(record: Record) -> None:
+            try:
+                with recorder.paused():  # a rule may run the layer again
+                    ledgers[-1].add(record)
+            except (RuntimeError, ValueError) as error:
+                refusals.append(error)  # raised when all layers are through: other ranks wait
+
+        with recorder.probing(sink):
+            tensors, grads = runs.start(places)
+            self._order = recorder.uses
+            with recorder.passing_back():
+                for number in range(backwards):
+                    ledgers.append(NormLedger(len(places), deferred=True))
+                    last = number == backwards - 1
+                    torch.autograd.backward(tensors, grads, retain_graph=not last)
+            if refusals:
+                raise refusals[-1]  # of the layer that comes first in the forward pass
+            with recorder.paused(), torch.no_grad():
+                return [_as_lists(ledger.finish()) for ledger in ledgers]
+
+    def _alone(self, runs: Runs, place: int) -> dict[str, float]:
+        try:
+            return self._one(runs, [place])
+        except RUN_ERRORS as error:
+            reason = str(error)
+        try:  # some models need more than one row (batch norm, for one): twice the same
+            return self._one(runs, [place, place])
+        except RUN_ERRORS:
+            raise IncomparableError(f"it cannot be run on one sample: {reason}") from None
+
+    def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
+        if not self._plain:
+            return _column(self._tapped(runs, places), 0)
+        self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
+        with self._recorder.paused():
+            tensors, grads = runs.start(places)
+            torch.autograd.backward(tensors, grads)
+        squares: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:
+                squares[name] = _square(grad) / len(places) ** 2
+        return dict(zip(squares, _floats(list(squares.values())), strict=True))
+
+    # --- comparing ---
+
+    def _differences(
+        self, unit: int, one: Mapping[str, float], two: Mapping[str, float], tolerance: float
+    ) -> list[Difference]:
+        """The first layer at which squared norms differ, as a list of one or none."""
+        whole = max(sum(one.values()), sum(two.values()))
+        if not math.isfinite(sum(one.values()) + sum(two.values())):
+            return []  # too large for half precision, say: there is nothing to compare
+        floor = 0.1 * tolerance * math.sqrt(whole)
+        differing: dict[str, tuple[float, float]] = {}
+        for name in one.keys() | two.keys():
+            a, b = (math.sqrt(max(n.get(name, 0.0), 0.0)) for n in (one, two))
+            if abs(a - b) > tolerance * max(a, b) + floor:
+                differing[name] = (a, b)
+        if not differing:
+            return []
+        where, name = self._first(differing)
+        return [Difference(unit, where, *differing[name])]
+
+    def _first(self, differing: Mapping[str, Any]) -> tuple[str, str]:
+        """The first layer in the forward pass that has one of these parameters."""
+        layers = {layer.spec.name: layer for layer in self._recorder.layers}
+        ordered = [layers[n] for n in self._order if n in layers]
+        ordered += [layer for layer in self._recorder.layers if layer not in ordered]
+        for layer in ordered:
+            for owner in layer.owners.values():
+                if owner in differing:
+                    return f"{_described(layer)}, parameter '{owner}'", owner
+        name = next(iter(differing))
+        return f"parameter '{name}'", name
+
+
+def coarsest_dtype(model: nn.Module, also: Sequence[torch.dtype] = ()) -> torch.dtype:
+    """The type with the fewest digits among those that a model computes in."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | set(also)
+    known = [d for d in dtypes if d in TOLERANCES]
+    return max(known, key=lambda d: TOLERANCES[d], default=torch.float32)
+
+
+def _telling(norms: Norms, count: int) -> list[int]:
+    """The units with the largest and the smallest norm, and one between."""
+    totals = [sum(values[place] for values in norms.values()) for place in range(count)]
+    order = sorted((p for p in range(count) if totals[p] > 0), key=lambda p: totals[p])
+    order = order or list(range(count))
+    return list(dict.fromkeys(order[i] for i in (-1, 0, len(order) // 2)))
+
+
+def _described(layer: Layer) -> str:
+    return f"layer '{layer.spec.name}' ({layer.spec.kind.__name__})"
+
+
+def _column(norms: Norms, place: int) -> dict[str, float]:
+    return {name: values[place] for name, values in norms.items()}
+
+
+def _as_lists(norms: Mapping[str, Tensor]) -> Norms:
+    if not norms:
+        return {}
+    rows = torch.stack([n.detach().double().cpu() for n in norms.values()]).tolist()
+    return dict(zip(norms, rows, strict=True))
+
+
+def _square(grad: Tensor) -> Tensor:
+    dense = grad.coalesce().values() if grad.is_sparse else grad
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    wide = torch.promote_types(real.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(real, dtype=wide)
+    return norm.double() ** 2
+
+
+def _floats(values: list[Tensor]) -> list[float]:
+    return torch.stack([v.cpu() for v in values]).tolist() if values else []
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Hooks change a gradient, or use it up."""
+    return bool(parameter._backward_hooks) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the package raised this itself, rather than torch or the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(PACKAGE)
