@@ -101,11 +101,15 @@ class Recorder:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.follower = Follower()
         self._follows = False  # whether the follower has to be asked about layers now
+        # Units of layers that ran without gradients, as reentrant checkpoints let them.
+        self._hidden: dict[str, list[Units | None]] = {}
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
         self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
+        # Number of losses of the backward pass that runs, where it is known.
+        self.losses: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
@@ -221,7 +225,7 @@ class Recorder:
             return None
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
-        batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
+        batch = batch_of((args, kwargs), self._input_dim)
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self._generation.calls.add(self._current)
@@ -237,10 +241,11 @@ class Recorder:
 
     def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
         """Find out whose rows layers get, in the forward pass that begins."""
-        self._follows = False
-        if batch is not None and batch > 1 and self.active(module) and can_follow(module, inputs):
+        self._follows, self._hidden = False, {}
+        told = batch is not None and self._latest_sizes <= {batch, 1}
+        if told and batch and batch > 1 and self.active(module) and can_follow(module, inputs):
             self.indices.end()
-            self._follows = self.follower.begin(inputs, batch, 0 if self.batch_first else 1)
+            self._follows = self.follower.begin(inputs, batch, self._input_dim)
         elif self.batch_first:
             self.indices.begin(inputs, batch, self.active(module), module)
 
@@ -251,7 +256,7 @@ class Recorder:
         self.indices.end()
         if not self.in_backward:
             self.end_lone()
-        self.follower.end(whole=output is not None)
+        self.follower.end(output)
         return without_the_row(output, self._input_dim) if made_up else None
 
     def end_lone(self) -> None:
@@ -325,10 +330,14 @@ class Recorder:
         if not x.is_floating_point():
             self._look_up(spec, x)
         use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
-        if self._follows or output.shape[0:1] == (1,) or use.forward_pass.batch == 1:
+        if self._follows or output.shape[0:1] == (1,) or self._hidden or self._is_one(use):
             (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
         return tap_one(ANCHOR, use, output, x)
+
+    @staticmethod
+    def _is_one(use: Use) -> bool:
+        return use.forward_pass.batch == 1
 
     def _register(self, use: Use, output_shape: torch.Size) -> None:
         recomputed = self.in_backward
@@ -351,12 +360,38 @@ class Recorder:
 
     def note_rows(self, layer: Layer, output: Any) -> None:
         """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        if self._follows and self.enabled and not self.in_backward and not self.bare:
+            self._note_hidden(layer, output)
         if self._current is None or not self.bare or not layer.trainable_now().params:
             return
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = self.batch_dim(layer, first.dim())
             self._current.saw(layer.spec.name, rows_of(first.shape, dim))
+
+    def _note_hidden(self, layer: Layer, output: Any) -> None:
+        """Of a layer that a reentrant checkpoint will run again: whose rows it has."""
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        spec = layer.trainable_now()
+        if first is None or not spec.params or not layer.module.training:
+            return
+        dim = self.batch_dim(layer, first.dim())
+        units = self.follower.units_of(spec, [], first, dim)
+        self._hidden.setdefault(spec.name, []).append(units)
+
+    def _units_before(self, spec: LayerSpec) -> Units | None:
+        """The units of a layer that is computed again, in a pass that was hidden.
+
+        Raises:
+            RuntimeError: They differ between the uses of the layer, so that it is not known which.
+        """
+        found = self._hidden.get(spec.name, [])
+        if len(found) > 1 and any(units is not None for units in found):
+            raise RuntimeError(
+                f"{spec} is used several times in reentrant checkpoints, on rows that are not the "
+                "samples, so whose they are is not known: use checkpoint(..., use_reentrant=False)"
+            )
+        return found[0] if found else None
 
     def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
         """A layer, with these trainable parameters, has run in a compiled graph.
@@ -398,12 +433,15 @@ class Recorder:
         """Find out whose the rows of a layer's outputs are; one that all share becomes many."""
         if use.forward_pass.made_up:
             return outputs
-        follower = self.follower if self._follows and not self.in_backward else None
+        recomputed = self.in_backward or number_of_backward() >= 0
+        follower = self.follower if self._follows and not recomputed else None
         first = outputs[0]
         if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
             outputs = [self._spread(use, output, inputs) for output in outputs]
         if follower is not None:
             use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
+        elif recomputed:
+            use.units = self._units_before(use.spec)
         elif use.forward_pass.batch == 1 and outputs[0].dim():
             use.units = only_unit(outputs[0].shape, use.batch_dim)
         return outputs
@@ -460,9 +498,11 @@ class Recorder:
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
     ) -> Record:
-        if use.units is not None:
-            return self._regrouped(use, use.units, tensors, grads, borrowed)
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
+        # One input may hold several samples, in a list, say: then the losses tell.
+        hidden = forward_pass.batch == 1 and self.losses not in (None, 1)
+        if use.units is not None and not hidden:
+            return self._regrouped(use, use.units, tensors, grads, borrowed)
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
