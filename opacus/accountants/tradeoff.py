@@ -76,9 +76,7 @@ def tradeoff_curve(
     return 1.0 - max_true_positive_rate(accountant, fpr, **profile)
 
 
-def gaussian_mu(
-    accountant: IAccountant, *, least_delta: float = 1e-9, points: int = 120
-) -> float:
+def gaussian_mu(accountant: IAccountant, *, least_delta: float = 1e-9, points: int = 120) -> float:
     """Returns a mu such that the history is no worse than mu-Gaussian DP, down to `least_delta`.
 
     That is, for every delta of at least `least_delta`, epsilon is at most that of one Gaussian

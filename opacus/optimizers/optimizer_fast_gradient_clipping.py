@@ -114,7 +114,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         changed = self._watch.changed(parameters, divided_by)
         if changed:
             raise RuntimeError(
-                f"the gradients of {self._called(changed)} were changed or added between backward() "
+                f"the gradients of {self._named(changed)} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "
@@ -123,7 +123,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "before the next batch"
             )
 
-    def _called(self, parameters: list[nn.Parameter]) -> str:
+    def _named(self, parameters: list[nn.Parameter]) -> str:
         """What parameters are called in the model, the first of them."""
         known = self._names
         names = [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]

@@ -69,6 +69,7 @@ class ForwardPass:
         batch: Number of samples, if the model's inputs agree on one.
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
         ordinary: Names of parameters that an ordinary loss has run backward through.
+        made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
     """
 
     generation: Generation
@@ -76,6 +77,7 @@ class ForwardPass:
     sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
     ordinary: tuple[str, ...] = ()
+    made_up: bool = False
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""

@@ -40,6 +40,7 @@ from opacus.core.platform.torch_internals import (
     under_functorch,
 )
 from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
+from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
@@ -203,9 +204,10 @@ class Recorder:
         elsewhere = self._current is None and not self.in_backward
         return elsewhere and number_of_backward() >= 0 and self.only_lone_samples_wait()
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
-            return
+            return None
         if not torch.compiler.is_compiling():
             prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
         # Of a forward pass that was interrupted:
@@ -213,7 +215,7 @@ class Recorder:
         for hooks in self._hooks:
             hooks.put_back()
         if not self.enabled:
-            return
+            return None
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
         batch = batch_of((args, kwargs), self._input_dim)
@@ -221,18 +223,25 @@ class Recorder:
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self._generation.calls.add(self._current)
         self.latest_batch = batch
+        if batch == 0 and self.active(module):
+            self._current.made_up = True
+            return with_a_row(args, kwargs, self._input_dim)
         told = batch if batch is not None and self._latest_sizes <= {batch, 1} else None
         recorded = self.active(module)
         self.whose.begin(module, (args, kwargs), told, self._input_dim, recorded=recorded)
         lone = self.lone
         if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
             self.bare = lone.begin(self._current)
+        return None
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The model has run, or failed; returns its output without a row that was made up."""
+        made_up = self._current is not None and self._current.made_up
         self._current = None
         if not self.in_backward:
             self.end_lone()
         self.whose.end(output)
+        return without_the_row(output, self._input_dim) if made_up else None
 
     def end_lone(self) -> None:
         """The model's forward has ended, even by an interruption: all is in its place again."""
@@ -379,6 +388,8 @@ class Recorder:
         return ForwardPass(self._generation, sizes=sizes)
 
     def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        if use.forward_pass.made_up:
+            return outputs
         recomputed = self.in_backward or number_of_backward() >= 0
         return self.whose.place(use, outputs, inputs, recomputed=recomputed)
 
@@ -426,6 +437,11 @@ class Recorder:
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
+        if forward_pass.made_up:  # all rows are nobody's
+            backprops, inputs = (
+                [g[:0] for g in backprops],
+                [t[:0] if t.dim() else t for t in inputs],
+            )
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
         if self.whose.repeats.open:
@@ -439,7 +455,7 @@ class Recorder:
             spec=use.spec,
             activations=activations,
             backprops=first if len(backprops) == 1 else tuple(backprops),
-            rows=max(forward_pass.rows.get(name, 0), batch),
+            rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,

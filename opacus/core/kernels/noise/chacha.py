@@ -30,7 +30,8 @@ def chacha20(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     like = counter[0]
     # The cipher's square [4, 4, N]; in int32, where sums wrap as they must.
     start = torch.empty(4, 4, len(like), dtype=torch.int32, device=like.device)
-    for place, word in enumerate([*_CONSTANTS, *key, *counter]):
+    words: list[Tensor | int] = [*_CONSTANTS, *key, *counter]
+    for place, word in enumerate(words):
         start[place // 4, place % 4] = word
     rows = list(start.clone().unbind(0))
     for _ in range(DOUBLE_ROUNDS):
@@ -38,8 +39,8 @@ def chacha20(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
         rows = [row.roll(-places, 0) for places, row in enumerate(rows)]
         _quarter_rounds(rows)
         rows = [row.roll(places, 0) for places, row in enumerate(rows)]
-    words = (torch.stack(rows) + start).long() & _WORD
-    return list(words.view(LANES, -1).unbind(0))
+    block = (torch.stack(rows) + start).long() & _WORD
+    return list(block.view(LANES, -1).unbind(0))
 
 
 def _quarter_rounds(rows: list[Tensor]) -> None:
