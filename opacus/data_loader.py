@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -188,10 +189,13 @@ class HostLoader(DataLoader[Any]):
     a generator on the CPU, and shuffles with none on the GPU only.
     """
 
+    # Sizes of the batches that the pass begun last has drawn and not delivered.
+    _sizes: deque[int] | None = None
+
     @property
     def _index_sampler(self) -> Any:
         sampler = super()._index_sampler
-        return _OnDevice(sampler, device_of(generator_of(sampler) or self.generator))
+        return _OnDevice(sampler, device_of(generator_of(sampler) or self.generator), self)
 
     def __iter__(self) -> Any:
         with torch.device(device_of(self.generator)):  # of the seed of the workers
@@ -199,24 +203,26 @@ class HostLoader(DataLoader[Any]):
 
 
 class _OnDevice(Sampler[Any]):
-    """`sampler`, which finds `device` to be the default one."""
+    """`sampler`, which finds `device` to be the default one; the sizes of batches are noted."""
 
-    def __init__(self, sampler: Any, device: torch.device) -> None:
-        self.sampler, self.device = sampler, device
+    def __init__(self, sampler: Any, device: torch.device, loader: HostLoader) -> None:
+        self.sampler, self.device, self.loader = sampler, device, loader
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         with torch.device(self.device):
-            return self._draw(iter(self.sampler))
+            return self._draw(iter(self.sampler), self.loader._sizes)
 
-    def _draw(self, drawn: Iterator[Any]) -> Iterator[Any]:
+    def _draw(self, drawn: Iterator[Any], sizes: deque[int] | None) -> Iterator[Any]:
         while True:
             with torch.device(self.device):
                 item = next(drawn, _END)
             if item is _END:
                 return
+            if sizes is not None:
+                sizes.append(len(item))
             yield item
 
 
@@ -303,6 +309,20 @@ class DPDataLoader(HostLoader):
             generator=generator,
             **kwargs,
         )
+
+    def __iter__(self) -> Any:
+        if not self.in_order:
+            return super().__iter__()
+        self._sizes = sizes = deque()
+        return self._tell_sizes(super().__iter__(), sizes)
+
+    def _tell_sizes(self, batches: Iterator[Any], sizes: deque[int]) -> Iterator[Any]:
+        """Say of each batch that is delivered how many items were drawn for it."""
+        draws: Any = getattr(self.batch_sampler, "draws", None)
+        for batch in batches:
+            if draws is not None and sizes:
+                draws.deliver(max(sizes.popleft(), int(self.rand_on_empty)))
+            yield batch
 
     @classmethod
     def from_data_loader(

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.privacy.key import reproducible_from_environment
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
@@ -76,6 +77,12 @@ def check_arguments(
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which evaluates the loss several times in a step and compares the "
+            "values: each evaluation would be a release of its own, and line searches on noise "
+            "fail. Use a first-order optimizer, such as SGD or AdamW"
+        )
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
@@ -83,6 +90,7 @@ def check_arguments(
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    refuse_hooks(module.named_parameters())
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("module has no trainable parameters: nothing would be trained")
     known = {id(p) for p in module.parameters()}

@@ -222,13 +222,14 @@ class PrivacyEngine(EngineAccounting):
         private_optimizer.isolation = getattr(private_module, "isolation", None)
         self._prepare_noise(private_optimizer, module)
         private_optimizer.attach_step_hook(self.step_counter(rate))
+        if poisson_sampling:
+            private_optimizer.follow_draws(private_loader.batch_sampler.draws)
         if not mode.needs_criterion:
             loss = () if choice is None else (criterion,)  # "auto" always returns four
             return private_module, private_optimizer, *loss, private_loader
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
-        private_optimizer.parameter_names = {p: n for n, p in module.named_parameters()}
         private_criterion = self._prepare_criterion(
             module=private_module,
             optimizer=private_optimizer,

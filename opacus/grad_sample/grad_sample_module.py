@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -249,6 +250,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
             self._strategy.receive(_forward_input)
 
     def _on_record(self, record: Record) -> None:
+        if not self._detach:  # what autograd forms reaches the hooks of parameters
+            owners, held = record.layer.owners, record.layer.module._parameters
+            own = [(owners[name], held[name]) for name in record.spec.params]
+            refuse_hooks([(name, p) for name, p in own if p is not None])
         self.capture_backprops_hook(
             record.layer.module,
             record,

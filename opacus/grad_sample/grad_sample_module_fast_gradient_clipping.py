@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -22,10 +23,12 @@ from opacus.core.platform.profiling import (
     timed,
 )
 from opacus.core.platform.switches import switched_on
+from opacus.core.platform.torch_internals import accumulates
 from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass, Generation, Record
+from opacus.core.record.tap import ANCHOR
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.rules.base import scale_rows
 from opacus.core.sums.one_pass import GradientSink, LocalSink, OnePass
@@ -33,6 +36,8 @@ from opacus.core.sums.strategy import Ghost, Phase, TwoPass
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule, total_norm
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+
+logger = logging.getLogger(__name__)
 
 DEFERRED_VARIABLE = "OPACUS_USE_DEFERRED_NORM"
 
@@ -122,6 +127,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self._per_sample_gradient_norms: Tensor | None = None
         self._norm_sq: dict[str, Tensor] = {}
         self._loss_scale: float | None = None
+        self._warned_of_ordinary = False
         self._observed: NormLedger | None = None
         self._observed_generation: Generation | None = None
         self._observed_passes: set[ForwardPass] = set()  # on one sample, among them
@@ -197,6 +203,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _observe(self, record: Record) -> None:
         """An ordinary ``backward()``: its norms can be looked at, nothing is clipped."""
+        self._note_ordinary(record.forward_pass, list(record.layer.owners.values()))
         ledger = self._observed
         if (
             ledger is None
@@ -221,6 +228,19 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             if owner in known:
                 parameter: Any = record.layer.module._parameters[local]
                 parameter._norm_sample = known[owner].sqrt()
+
+    def _note_ordinary(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
+        if forward_pass is None or not parameters or not accumulates(ANCHOR):
+            return  # autograd.grad asks for other gradients than the parameters'
+        self._strategy.note_ordinary(forward_pass, parameters)
+        if not self._warned_of_ordinary:
+            self._warned_of_ordinary = True
+            logger.warning(
+                "backward() of an ordinary loss ran through the private model in train mode. In "
+                "ghost modes it leaves no gradient in the model's parameters: losses come from "
+                "the criterion of make_private. For other losses (public data, inputs, another "
+                "network) call eval() or disable_hooks() before the forward pass, or ignore this."
+            )
 
     @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:
@@ -375,6 +395,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         if not self.hooks_enabled or self._strategy.phase is not Phase.IDLE:
             self._strategy.receive_whole(forward_pass, grads)
             return
+        self._note_ordinary(forward_pass, list(grads))
         generation = forward_pass.generation  # of an ordinary backward(); see _observe
         if self._observed_generation is not generation or forward_pass in self._observed_passes:
             self._observed, self._observed_generation = NormLedger(1), generation

@@ -21,6 +21,7 @@ from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
+from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
 from opacus.optimizers.utils import check_rows, weighted_sums
 
 UNCLEARED = (
@@ -58,7 +59,7 @@ def _generate_noise(
     return gaussian(std, reference, generator, secure_mode)
 
 
-class DPOptimizer(PrivacySettings, CountedOptimizer):
+class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
     """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
 
     A step clips the per-sample gradients that the model's hooks left in
@@ -132,6 +133,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         self.isolation: Isolation | None = None
         self._start_counting()
         self._step_skip_queue: list[bool] = []
+        self._cleared_since_signal = False
         self._is_last_step_skipped = False
         self._scaled = ScaledStep()
         self._overflowed = False  # in any physical batch since the last real step
@@ -341,9 +343,11 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             its logical batch, and after an overflow that ``GradScaler`` found in any of
             them (on any rank).
         """
+        self._check_world()
         self._drop_frozen()
         if not self.params:
             return True
+        self._compare_with_draws()
         self._check_isolation()
         self._take_batch()
         if self._check_skip_next_step():
@@ -369,6 +373,11 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             self._is_last_step_skipped = False
             self.zero_grad(set_to_none=True)
             raise
+
+    def _samples(self) -> int:
+        """Number of samples in the batches since the last step, physical ones included."""
+        grads = self._used_parameters()[0].grad_sample
+        return sum(map(len, grads)) if isinstance(grads, list) else len(grads)
 
     def _drop_frozen(self) -> None:
         """What was frozen after the backward pass gets no noise, so it must not be updated."""
@@ -433,6 +442,8 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        elif not self.state and only_makes_state(self):
+            return self.original_optimizer.step()
         self._step()
         if PROFILE.on and not self._is_last_step_skipped:
             PROFILE.report(sharded=isinstance(self._layout, Sharded))
@@ -453,12 +464,15 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero; the others
                 always become ``None``.
         """
+        self._cleared_since_signal = True
         for parameter in self.params:
             parameter.grad_sample = None  # type: ignore[attr-defined]
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
             self._clipped_with = 0.0
+            if self._draws is not None:
+                self._draws.forget()
         self.original_optimizer.zero_grad(set_to_none)
 
     # --- physical and logical batches ---
@@ -466,6 +480,7 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Say whether the next :meth:`step` only accumulates (``True``) or is a real one."""
         self._step_skip_queue.append(do_skip)
+        self._cleared_since_signal = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         if not self._step_skip_queue:
@@ -474,6 +489,8 @@ class DPOptimizer(PrivacySettings, CountedOptimizer):
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
+        if self._draws is not None:
+            self._draws.forget()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
         self._clipped_with = 0.0

@@ -24,11 +24,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         super()._set_up()
         if self._privacy.max_grad_norms is not None:
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
-        self.parameter_names: dict[nn.Parameter, str] = {}  # as the model's hooks call them
         self._known = [p for group in self.param_groups for p in group["params"]]
         self._watch = SumWatch()
         self.expects_criterion = False
         self._clipped_batches = 0
+        self._clipped_samples = 0
         self._accumulated = 1
         self._loss_scale: float | None = None
 
@@ -36,12 +36,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         """Write the noised gradient over ``p.summed_grad``, which is ``None`` after a step then."""
         self._overwrites_sums = True
 
-    def note_clipped_batch(self, loss_scale: float | None = None, excluded: bool = False) -> None:
+    def note_clipped_batch(
+        self, loss_scale: float | None = None, excluded: bool = False, samples: int = 0
+    ) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 
         Args:
             loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
                 ``None`` without one.
+            samples: Number of samples in it.
             excluded: Whether samples with infinite or NaN gradients were left out.
 
         Raises:
@@ -51,6 +54,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
         self._loss_scale = loss_scale
         self._clipped_batches += 1
+        self._clipped_samples += samples
         self._note_clipping_norm()
         if excluded and loss_scale is not None:
             # As autograd would have left them: the scaler looks for that, and backs off.
@@ -90,7 +94,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._loss_scale = None
         self._watch.forget()
         self._accumulated = max(self._clipped_batches, 1)
-        self._clipped_batches = 0
+        self._clipped_batches = self._clipped_samples = 0
+
+    def _samples(self) -> int:
+        return self._clipped_samples
 
     def check_unchanged(self) -> None:
         """Refuse gradients that are not the clipped sums which ``backward()`` has left.
@@ -107,7 +114,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         changed = self._watch.changed(parameters, divided_by)
         if changed:
             raise RuntimeError(
-                f"the gradients of {self._names(changed)} were changed or added between backward() "
+                f"the gradients of {self._named(changed)} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "
@@ -116,10 +123,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "before the next batch"
             )
 
-    def _names(self, parameters: list[nn.Parameter]) -> str:
+    def _named(self, parameters: list[nn.Parameter]) -> str:
         """What parameters are called in the model, the first of them."""
-        known = self.parameter_names
-        names = [known.get(p, f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
+        known = self._names
+        names = [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
         more = len(parameters) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
 
@@ -166,13 +173,13 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Args:
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
-        self._clipped_batches, self._loss_scale = 0, None
+        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self._clipped_batches, self._loss_scale = 0, None
+        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants import IAccountant
 from opacus.accountants.step_counter import Count, StepCounter, counts
 from opacus.optimizers.wrapped import WrappedOptimizer
 
@@ -43,7 +42,7 @@ class CountedOptimizer(WrappedOptimizer):
                 )
         self._counters.append(fn)
 
-    def counts_for(self, accountant: IAccountant) -> bool:
+    def counts_for(self, accountant: Any) -> bool:
         """Whether the steps of this optimizer are counted with ``accountant``."""
         return any(counter.accountant is accountant for counter in self._counters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from opacus.utils.uniform_sampler import (
 
 if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer
+
+logger = logging.getLogger(__name__)
 
 _POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 # Samplers whose batches differ in size between ranks.
@@ -157,13 +160,17 @@ class PhysicalBatchLoader(HostLoader):
     batch_sampler: BatchSplittingSampler
     _live: object | None = None  # stands for the pass that is under way
 
+    # Batches that the training loop fetches before it uses one; learned, None until then.
+    _ahead: int | None = None
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.abandon()
         signals: deque[bool] = deque()
+        self._sizes = sizes = deque()
         with self.batch_sampler.signalling_to(signals.append):
             batches = super().__iter__()
         self._live = live = object()
-        return self._deliver(batches, signals, live)
+        return self._deliver(batches, signals, sizes, live)
 
     def abandon(self) -> None:
         """Ends the pass under way, if there is one."""
@@ -171,17 +178,62 @@ class PhysicalBatchLoader(HostLoader):
             self._live = None
             reset_accumulation(self.batch_sampler.optimizer)
 
-    def _deliver(self, batches: Iterator[Any], signals: deque[bool], live: object) -> Iterator[Any]:
+    def _deliver(
+        self, batches: Iterator[Any], signals: deque[bool], sizes: deque[int], live: object
+    ) -> Iterator[Any]:
+        optimizer: Any = self.batch_sampler.optimizer
+        draws: Any = getattr(self.batch_sampler.sampler, "draws", None)
+        made_up = getattr(self.collate_fn, "rand_on_empty", False)
+        given = 0
         try:
             for batch in batches:
                 self._require(live)
-                self.batch_sampler.optimizer.signal_skip_step(do_skip=signals.popleft())
+                self._leave(optimizer, draws, given)
+                do_skip, size = signals.popleft(), sizes.popleft()
+                optimizer.signal_skip_step(do_skip=do_skip)
+                if draws is not None:
+                    draws.deliver(max(size, int(made_up)), last=not do_skip)
+                given += 1
                 yield batch
                 self._require(live)
+            self._leave(optimizer, draws, given)
             self._live = None
         finally:
             if self._live is live:
                 self.abandon()
+
+    def _leave(self, optimizer: Any, draws: Any, given: int) -> None:
+        """Forget physical batches that the loop has left without a step.
+
+        Raises:
+            RuntimeError: It was the last one of a logical batch.
+
+        A loop that fetches ahead has as many batches without a step at each delivery; one that
+        leaves a batch has one more from then on, and the oldest of them is the one that it left.
+        """
+        waiting: list[bool] = getattr(optimizer, "_step_skip_queue", [])
+        cleared = getattr(optimizer, "_cleared_since_signal", False)
+        if len(waiting) < given:  # a step has been taken in this pass
+            known = len(waiting) if self._ahead is None else self._ahead
+            self._ahead = min(known, len(waiting))
+        elif cleared and self._ahead is None:  # it was worked on, so it was not fetched ahead
+            self._ahead = 0
+        if self._ahead is None:
+            return
+        while len(waiting) > self._ahead:
+            if not waiting[0]:
+                raise RuntimeError(
+                    "the last physical batch of a logical batch was left without its "
+                    "optimizer.step(), so the logical batch was not released, and its sums would "
+                    "get into the next one. Call optimizer.step() after each physical batch; to "
+                    "drop a whole logical batch, call optimizer.reset_accumulation() instead"
+                )
+            logger.warning(
+                "A physical batch was left without optimizer.step(): its samples take no part."
+            )
+            waiting.pop(0)
+            if draws is not None:
+                draws.leave_oldest(len(waiting) + 1)
 
     def _require(self, live: object) -> None:
         if self._live is not live:

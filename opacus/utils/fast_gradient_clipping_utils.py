@@ -96,7 +96,7 @@ class DPTensorFastGradientClipping(Tensor):
         clipped = self.module.clip()
         self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
         excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded)
+        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
@@ -233,7 +233,10 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
                 f"{first.loss_reduction} vs {other.loss_reduction}"
             )
     _check_scales(function, operands, losses)
-    _refuse_whole(operands, first)
+    others = [o for o in operands if isinstance(o, Tensor) and not _is_loss(o)]
+    joint = len(first.loss_per_sample) > 1  # of one sample any loss is its own
+    if joint and any(other.requires_grad and not other.dim() for other in others):
+        _refuse_joint(function)
     result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
     if result.shape != first.loss_per_sample.shape:
         raise ValueError(
@@ -245,20 +248,14 @@ def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGra
     return combined
 
 
-def _refuse_whole(operands: Any, first: DPTensorFastGradientClipping) -> None:
-    """Refuse a loss of the whole batch where the losses are multiplied by clipping factors.
-
-    All of them share it, so that its gradient would get the sum of all factors.
-    """
-    shared = (o for o in operands if isinstance(o, Tensor) and not _is_loss(o) and o.requires_grad)
-    several = len(first.loss_per_sample) > 1 and not first.module.book_keeping
-    if several and any(operand.numel() == 1 for operand in shared):
-        raise ValueError(
-            "a loss of the whole batch (an auxiliary loss, a mean over samples) was combined with "
-            "per-sample losses: this mode multiplies each by its clipping factor, which does not "
-            "clip what all share. Add one loss a sample (a tensor of shape [batch]), or use the "
-            "mode with _bk at its end"
-        )
+def _refuse_joint(function: Callable[..., Any]) -> None:
+    raise ValueError(
+        f"{function.__name__} of the criterion's losses and one ordinary loss for the whole batch: "
+        "that one depends on all samples at once, so no sample's part of it can be clipped. Give "
+        "one loss a sample (reduction='none', shape [batch]), or make a second criterion by "
+        "DPLossFastGradientClipping(module, optimizer, other_criterion, loss_reduction). For a "
+        "penalty on the parameters use the optimizer's weight_decay"
+    )
 
 
 def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:

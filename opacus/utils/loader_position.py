@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from opacus.core.privacy.noise import draw_seed
+from opacus.core.privacy.key import SAMPLING
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.random_state import set_torch_state, torch_state
 from opacus.utils.sharding import ShardedBatchSampler
@@ -27,8 +27,8 @@ from opacus.utils.uniform_sampler import (
 )
 
 # Their batches are those of all ranks together, whatever the number of ranks.
-_WHOLE = (UniformWithReplacementSampler, ShardedBatchSampler)
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+_WHOLE = (*_POISSON, ShardedBatchSampler)
 
 
 @dataclass
@@ -53,9 +53,7 @@ class LoaderPosition:
     modules: the loader, and `BatchMemoryManager`'s loaders over it, use it like before.
 
     Args:
-        data_loader: loader of (logical) batches. If it samples from the global generator of torch
-            by Poisson sampling, it gets a generator of its own, seeded from that one, so that a
-            pass can be replayed.
+        data_loader: loader of (logical) batches.
         noise: generator of the noise, if it has one.
 
     Attributes:
@@ -76,14 +74,17 @@ class LoaderPosition:
             )
         self.epoch, self.used, self.under_way = 0, 0, False
         self._start: dict[str, Any] | None = None
+        self._repeats = False  # whether the sampler has the key of the saved run
         self._next: _Resumption | None = None
         is_split = isinstance(sampler, BatchSplittingSampler)
         self._sampler: Any = sampler.sampler if is_split else sampler
-        if isinstance(self._sampler, UniformWithReplacementSampler):
-            _give_own_generator(self._sampler, noise)
         self._loader_generator = data_loader.generator
         self._noise = noise
         _make_resumable(self._sampler, self)
+
+    @property
+    def _is_poisson(self) -> bool:
+        return isinstance(self._sampler, _POISSON)
 
     # --- generators ---
 
@@ -133,14 +134,16 @@ class LoaderPosition:
             "under_way": self.under_way,
             "start": self._start if self.under_way else None,
             "sampler": _name(self._sampler),
+            "coins": self._sampler.key.state_dict() if self._is_poisson else None,
         }
 
     def resume(self, state: dict[str, Any], same_ranks: bool, settle: Callable[[], None]) -> bool:
         """Make the next pass the rest of the one that `state` was taken in.
 
-        On another number of ranks the rest is drawn anew if each rank draws its own part of the
-        batches (Poisson sampling; what has been drawn says nothing about what will be), and
-        continued if all ranks draw the same batches.
+        With Poisson sampling the rest is the same on any number of ranks if the sampler's key is,
+        which needs a seed, and drawn anew otherwise: what has been drawn says nothing about what
+        will be. With other samplers it is continued on as many ranks, or if all ranks draw the
+        same batches.
 
         Args:
             state: what :meth:`state` returned.
@@ -153,6 +156,10 @@ class LoaderPosition:
         """
         self.epoch, self.used, self.under_way = state["epoch"], state["used"], False
         self._start, self._next = None, None
+        coins = state.get("coins") if self._is_poisson else None
+        if coins is not None:
+            known = self._sampler.key.resume(coins)
+            self._repeats = known and self._sampler.key.seeded
         if not state["under_way"]:
             return True
         known = state["sampler"] == _name(self._sampler)
@@ -162,6 +169,8 @@ class LoaderPosition:
         return replay or isinstance(self._sampler, _POISSON)
 
     def _can_replay(self, start: dict[str, Any] | None) -> bool:
+        if self._is_poisson:
+            return start is not None and self._repeats and "pass" in start
         sources = self.sources
         system = any(isinstance(source, SystemGenerator) for source in sources)
         return start is not None and not system and len(start["sources"]) == len(sources)
@@ -183,6 +192,8 @@ class LoaderPosition:
         set_torch_state(resumption.start["torch"])
         for source, saved in zip(self.sources, resumption.start["sources"], strict=True):
             source.set_state(saved)
+        if self._is_poisson:
+            self._sampler.repeat(resumption.start["pass"])
         first = resumption.start["first"]
         rest = self._from(first, batches())
         for _ in itertools.islice(rest, self.used - first):
@@ -197,11 +208,15 @@ class LoaderPosition:
 
     def _generator_states(self, first: int) -> dict[str, Any]:
         """State before a pass is drawn whose first batch is number `first` of the epoch."""
-        return {
+        state = {
             "first": first,
             "torch": torch_state(),
             "sources": [source.get_state() for source in self.sources],
         }
+        if self._is_poisson:
+            key = self._sampler.key
+            state["pass"] = key.numbers.get(SAMPLING, 0)
+        return state
 
 
 def _make_resumable(sampler: Any, position: LoaderPosition) -> None:
@@ -219,13 +234,3 @@ def _make_resumable(sampler: Any, position: LoaderPosition) -> None:
 
 def _name(sampler: Any) -> str:
     return type(sampler).__qualname__
-
-
-def _give_own_generator(
-    sampler: UniformWithReplacementSampler, noise: torch.Generator | None
-) -> None:
-    """So that the coins of a pass do not lie between other draws from the same stream."""
-    source = sampler.generator
-    if source is not None and source is not noise:
-        return
-    sampler.generator = torch.Generator().manual_seed(draw_seed(source))

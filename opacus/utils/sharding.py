@@ -32,7 +32,6 @@ from opacus.data_loader import (
 )
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
-    SystemGenerator,
     UniformWithReplacementSampler,
 )
 
@@ -117,7 +116,7 @@ def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     batch_sampler: Any = data_loader.batch_sampler
     if isinstance(batch_sampler, UniformWithReplacementSampler):
-        batch_sampler.generator = shared_generator(batch_sampler.generator)
+        batch_sampler.share_key()
         return data_loader
     sampler = getattr(batch_sampler, "sampler", None)
     if not isinstance(sampler, _KNOWN_SAMPLERS) or not hasattr(sampler, "generator"):
@@ -134,21 +133,12 @@ def follow_mesh(data_loader: DataLoader[Any], ranks: ModelRanks) -> None:
     Args:
         data_loader: its sampler is changed.
         ranks: places along the data axes.
-
-    Raises:
-        ValueError: if the sampler draws what ranks cannot share (`secure_mode`).
     """
     sampler: Any = data_loader.batch_sampler
     rank, num_replicas = ranks.index, ranks.count
     if num_replicas == dist.get_world_size():
         return
     if isinstance(sampler, DistributedUniformWithReplacementSampler):
-        if isinstance(sampler.generator, SystemGenerator):
-            raise ValueError(
-                "secure_mode=True cannot draw the same samples on the ranks of a tensor-parallel "
-                "axis"
-            )
-        sampler.generator = shared_generator(sampler.generator)
         sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
     elif not isinstance(sampler, ShardedBatchSampler):
         return

@@ -8,59 +8,107 @@ step like any other (it is noised and accounted), so it is always yielded.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from opacus.core.privacy.noise import device_of, draw_seed, fold
+from opacus.core.kernels.noise.words import words_between
+from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator
 
-# torch.rand draws fp32 multiples of 2^-24.
-_UNIFORM_UNIT = 2.0**-24
-# Below this rate the unit above is too coarse; the gaps are drawn in fp64.
+__all__ = [
+    "Coins",
+    "DistributedUniformWithReplacementSampler",
+    "SystemGenerator",
+    "UniformWithReplacementSampler",
+    "poisson_draw",
+]
+
+# Below this rate the 2^-32 of a word is too coarse; the gaps are drawn in fp64.
 _LOW_RATE = 2.0**-12
 # Above this size, and unless the rate is high, visiting only the chosen samples is cheaper.
 _LARGE_POPULATION = 2**20
 _HIGH_RATE = 2.0**-4
+# Coins that are tossed at once.
+_PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Coins:
+    """The random numbers of one batch: functions of a key, the batch's number and the item's.
+
+    Attributes:
+        key: 32 bytes for the coins of items.
+        gaps: 32 others for gaps between chosen items.
+        number: Of the batch; no two batches with these keys share it.
+        secure: ChaCha20 instead of Philox.
+    """
+
+    key: bytes
+    gaps: bytes
+    number: int
+    secure: bool = False
+
+    @classmethod
+    def of(cls, key: RunKey, number: int, epoch: int = 0) -> Coins:
+        """Those of batch ``number`` of a run."""
+        name = str(epoch) if epoch else ""
+        streams = key.stream(SAMPLING, name), key.stream(f"{SAMPLING} by gaps", name)
+        return cls(*streams, number, key.secure)
+
+    def words(self, start: int, end: int) -> Tensor:
+        """A word, int64 in [0, 2^32), for each of the items ``start`` to ``end - 1``."""
+        return words_between(start, end, self.key, self.number, self.secure)
+
+    def uniforms(self, start: int, end: int) -> Tensor:
+        """The fp64 variates in [0, 1) number ``start`` to ``end - 1``, for gaps."""
+        words = words_between(2 * start, 2 * end, self.gaps, self.number, self.secure)
+        return ((words[1::2] << 21) | (words[::2] >> 11)).double().mul_(2.0**-53)
 
 
 def poisson_draw(
-    num_samples: int, sample_rate: float, generator: torch.Generator | None = None
+    num_samples: int, sample_rate: float, coins: Coins | torch.Generator | None = None
 ) -> Tensor:
     """Draws one batch: each of `num_samples` samples is in it with probability `sample_rate`.
 
     The draws are independent. The probability is never above `sample_rate`, and below it by less
-    than 2^-24 (relative: 2^-12), or not at all where the rate is low or the population large.
+    than 2^-32 (relative: 2^-20), or not at all where the rate is low or the population large.
 
     Args:
         num_samples: size of the population, positive.
         sample_rate: probability, in (0, 1].
-        generator: source of randomness; the global CPU generator if `None`.
+        coins: the batch's random numbers; by default, or from a generator, new ones in each call.
 
     Returns:
         The chosen indices, increasing, int64, shape `[batch]`; `batch` may be 0.
     """
+    if not isinstance(coins, Coins):
+        coins = Coins.of(RunKey(coins, secure=isinstance(coins, SystemGenerator)), 0)
     large = num_samples > _LARGE_POPULATION and sample_rate < _HIGH_RATE
     if large or sample_rate < _LOW_RATE:
-        return _draw_by_gaps(num_samples, sample_rate, generator)
-    # Rounded down to the grid of the uniforms: a plain comparison would round it up.
-    threshold = math.floor(sample_rate / _UNIFORM_UNIT) * _UNIFORM_UNIT
-    uniforms = _uniforms(num_samples, torch.float32, generator)
-    return (uniforms < threshold).nonzero().reshape(-1).cpu()
+        return _draw_by_gaps(num_samples, sample_rate, coins)
+    # Rounded down to the grid of the words: a plain comparison would round it up.
+    threshold = math.floor(sample_rate * 2.0**32)
+    chosen = []
+    for start in range(0, num_samples, _PIECE):
+        words = coins.words(start, min(num_samples, start + _PIECE))
+        chosen.append((words < threshold).nonzero().view(-1) + start)
+    return torch.cat(chosen)
 
 
-def _draw_by_gaps(
-    num_samples: int, sample_rate: float, generator: torch.Generator | None
-) -> Tensor:
+def _draw_by_gaps(num_samples: int, sample_rate: float, coins: Coins) -> Tensor:
     """The same draw from the gaps between chosen samples, which are geometric: O(batch) work."""
     expected = num_samples * sample_rate
     count = int(expected + 6 * math.sqrt(expected) + 16)  # more than enough, but for a rare case
-    last, chosen = -1, []
+    last, drawn, chosen = -1, 0, []
     while last < num_samples:
-        uniforms = 1 - _uniforms(count, torch.float64, generator).cpu()  # in (0, 1]
+        uniforms = 1 - coins.uniforms(drawn, drawn + count)  # in (0, 1]
+        drawn += count
         skipped = (uniforms.log() / math.log1p(-sample_rate)).floor()
         positions = last + (skipped.clamp(max=num_samples).long() + 1).cumsum(0)
         chosen.append(positions[positions < num_samples])
@@ -68,29 +116,49 @@ def _draw_by_gaps(
     return torch.cat(chosen)
 
 
-class SystemGenerator(torch.Generator):
-    """A generator whose coin tosses in Poisson sampling come from the operating system.
+class _Keyed(Sampler[list[int]]):
+    """A sampler whose coins come from a key, and whose passes have numbers that never come again.
 
-    A `torch.Generator` on the CPU has but 2^32 streams: its seed could be found by trial. For all
-    else (the seeds of data loader workers, shuffling) this is such a generator, seeded by the
-    operating system.
+    Attributes:
+        key: where the coins come from; see `opacus.core.key.RunKey`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.manual_seed(int.from_bytes(os.urandom(7), "big"))
+    _shared = False
 
-    def uniforms(self, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` uniform variates in [0, 1), shape `[count]`, as `torch.rand` rounds them."""
-        bits = 24 if dtype == torch.float32 else 53
-        raw = np.frombuffer(os.urandom(8 * count), dtype=np.int64) & (2**bits - 1)
-        return torch.from_numpy(raw).to(dtype).div(2**bits)
+    def _set_key(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+        self._again: int | None = None
+        secure = isinstance(generator, SystemGenerator)
+        self.key = RunKey(generator, secure=secure, shared=self._shared)
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Seeded source of the key, if there is one."""
+        return self._generator
 
-def _uniforms(count: int, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
-    if isinstance(generator, SystemGenerator):
-        return generator.uniforms(count, dtype)
-    return torch.rand(count, dtype=dtype, generator=generator, device=device_of(generator))
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        numbers = self.key.numbers
+        self._set_key(value)
+        self.key.at_least(numbers)
+
+    def share_key(self) -> None:
+        """All ranks of the default process group get rank 0's coins; a collective call."""
+        key = self.key
+        self.key = RunKey(self._generator, secure=key.secure, shared=True)
+        self.key.at_least(key.numbers)
+        self.key.agree()
+
+    def repeat(self, number: int) -> None:
+        """The next pass is pass ``number`` again, to go on in the middle of it."""
+        self._again = number
+
+    def _pass(self, epoch: int = 0) -> Iterator[Coins]:
+        """The coins of each batch of a new pass."""
+        again, self._again = self._again, None
+        number = self.key.advance(SAMPLING) if again is None else again
+        for index in range(len(self)):  # type: ignore[arg-type]
+            yield Coins.of(self.key, (number << 32) + index, epoch)
 
 
 def _check_sizes(name: str, size: int, sample_rate: float, steps: int | None) -> None:
@@ -109,7 +177,7 @@ def _steps_per_epoch(sample_rate: float) -> int:
     return nearest if abs(inverse - nearest) < 1e-6 else int(inverse)
 
 
-class UniformWithReplacementSampler(Sampler[list[int]]):
+class UniformWithReplacementSampler(_Keyed):
     """Batch sampler for Poisson sampling on one process.
 
     Guarantee: in each batch, each sample is included independently of all others and of all other
@@ -119,7 +187,9 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     Args:
         num_samples: size of the data set.
         sample_rate: probability with which a sample joins a batch, in (0, 1].
-        generator: source of randomness; the global CPU generator if `None`.
+        generator: seeded source of the coins' key, for runs that can be repeated: two samplers
+            with equal seeds draw the same batches. By default the key comes from the operating
+            system, and the global seed changes nothing.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
 
     Raises:
@@ -137,27 +207,29 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         _check_sizes("num_samples", num_samples, sample_rate, steps)
         self.num_samples = num_samples
         self.sample_rate = sample_rate
-        self.generator = generator
+        self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            yield poisson_draw(self.num_samples, self.sample_rate, self.generator).tolist()
+        self.draws.started = True
+        for coins in self._pass():
+            yield poisson_draw(self.num_samples, self.sample_rate, coins).tolist()
 
 
-class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
+class DistributedUniformWithReplacementSampler(_Keyed):
     """Batch sampler for Poisson sampling on several ranks of the default process group.
 
-    The data set is dealt out to the ranks, each sample to exactly one, and each rank tosses the
-    coins for its own share. Together the ranks draw what `UniformWithReplacementSampler` draws on
-    one process: a rank's batch has `sample_rate * total_size / num_replicas` samples on average.
+    The data set is dealt out to the ranks, each sample to exactly one. All ranks toss the same
+    coins, and each takes the chosen samples that are its own: together they draw what
+    `UniformWithReplacementSampler` draws on one process with the same seed, whatever the number of
+    ranks. A rank's batch has `sample_rate * total_size / num_replicas` samples on average.
 
-    Guarantee: as there, across all ranks. The streams of two ranks differ even if their
-    generators (or global seeds) are equal: the rank and the epoch are folded into the seed, which
-    is drawn anew from the generator whenever an iteration starts. Each rank yields exactly
+    Guarantee: as there, across all ranks. Coins are a function of the key, the pass (each
+    iteration is another one), the epoch, the batch and the sample. Each rank yields exactly
     `len()` batches, empty ones included, so that no rank waits for another in a collective.
 
     Args:
@@ -167,12 +239,14 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         shuffle: deal the samples out in random order, a new one for each `set_epoch`.
         shuffle_seed: seed of that order; must be the same on all ranks.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
-        generator: source of the coin tosses' seed; the global CPU generator if `None`.
+        generator: seeded source of the coins' key, rank 0's; by default the operating system.
 
     Raises:
         ValueError: if a size, the rate or the number of steps is out of range, or if there is no
             default process group.
     """
+
+    _shared = True
 
     def __init__(
         self,
@@ -189,12 +263,14 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
-        self.generator = generator
+        self._set_key(generator)
         self.epoch = 0
         self.num_replicas = torch.distributed.get_world_size()
         self.rank = torch.distributed.get_rank()
         self.num_samples = len(range(self.rank, total_size, self.num_replicas))
         self.num_batches = _steps_per_epoch(sample_rate) if steps is None else steps
+        self.draws = Draws()
+        self.key.agree()
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
@@ -205,24 +281,19 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        share, coins = self._share(), self._coins()
-        for _ in range(self.num_batches):
-            chosen = poisson_draw(self.num_samples, self.sample_rate, coins)
+        self.draws.started = True
+        owner = self._owners()
+        for coins in self._pass(self.epoch):
+            chosen = poisson_draw(self.total_size, self.sample_rate, coins).numpy()
             # NumPy integers index everything that int does, and have `.item()` as tensors do.
-            yield list(share[chosen.numpy()])
+            yield list(chosen[owner[chosen] == self.rank])
 
-    def _share(self) -> np.ndarray:
-        """Indices of the samples that this rank holds in this epoch, shape `[num_samples]`."""
+    def _owners(self) -> NDArray[np.int32]:
+        """The rank that holds each sample in this epoch, shape `[total_size]`."""
+        places = np.arange(self.total_size, dtype=np.int32) % self.num_replicas
         if not self.shuffle:
-            return np.arange(self.rank, self.total_size, self.num_replicas)
+            return places
         order = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-        dealt = torch.randperm(self.total_size, generator=order, device="cpu")
-        return dealt[self.rank :: self.num_replicas].numpy()
-
-    def _coins(self) -> torch.Generator:
-        """This rank's own stream for one iteration."""
-        if isinstance(self.generator, SystemGenerator):
-            return self.generator
-        seed = draw_seed(self.generator)
-        stream = self.epoch * self.num_replicas + self.rank
-        return torch.Generator().manual_seed(fold(seed + self.shuffle_seed, stream))
+        owners = np.empty_like(places)
+        owners[torch.randperm(self.total_size, generator=order, device="cpu").numpy()] = places
+        return owners

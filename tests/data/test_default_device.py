@@ -174,18 +174,19 @@ def test_coins_are_never_tossed_in_half_precision(
     rate: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the grid of bf16 there are 2^8 outcomes: 0.001 would be 0 or 1/256."""
-    original, types = uniform_sampler._uniforms, []
+    uniforms, types = uniform_sampler.Coins.uniforms, [torch.float64]
 
-    def noted(count: int, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
-        drawn = original(count, dtype, generator)
+    def noted(self: uniform_sampler.Coins, start: int, end: int) -> Tensor:
+        drawn = uniforms(self, start, end)
         types.append(drawn.dtype)
         return drawn
 
-    monkeypatch.setattr(uniform_sampler, "_uniforms", noted)
+    monkeypatch.setattr(uniform_sampler.Coins, "uniforms", noted)
     with default_dtype(dtype):
         chosen = poisson_draw(2**20, rate, seeded())
-        SystemGenerator().uniforms(4, torch.float32)
-    assert set(types) <= {torch.float32, torch.float64} and types
+        few = poisson_draw(2**20, 2.0**-14, seeded())  # by gaps
+    assert set(types) == {torch.float64} and len(types) > 1
+    assert 20 < len(few) < 120
     deviation = (2**20 * rate * (1 - rate)) ** 0.5
     assert abs(len(chosen) - 2**20 * rate) < 5 * deviation + 1
 

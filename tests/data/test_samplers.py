@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from opacus.core.privacy.key import RunKey
 from opacus.utils import uniform_sampler
 from opacus.utils.uniform_sampler import (
+    Coins,
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
     poisson_draw,
@@ -23,6 +26,10 @@ TAIL = 1e-4
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def coins(number: int, seed: int = 0) -> Coins:
+    return Coins.of(RunKey(seeded(seed)), number)
 
 
 def assert_chi2(statistic: float, degrees: int, tail: float = TAIL) -> None:
@@ -67,22 +74,20 @@ def test_coins_are_independent_and_fair(rate: float) -> None:
 
 @pytest.mark.parametrize("rate", [0.01, 0.2])
 def test_draw_by_gaps_has_the_same_distribution(rate: float) -> None:
-    generator = seeded(1)
-    batches = [uniform_sampler._draw_by_gaps(40, rate, generator).tolist() for _ in range(4000)]
+    batches = [uniform_sampler._draw_by_gaps(40, rate, coins(k)).tolist() for k in range(4000)]
     assert all(batch == sorted(batch) for batch in batches)
     assert_independent_coins(standardised(batches, 40, rate))
 
 
 def test_draw_by_gaps_goes_on_if_it_drew_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = []
+    draws, uniforms = [], Coins.uniforms
 
-    def few(count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-        draws.append(count)
-        return torch.rand(3, dtype=dtype, generator=generator)
+    def few(self: Coins, start: int, end: int) -> torch.Tensor:
+        draws.append(end - start)
+        return uniforms(self, start, end)[:3]
 
-    monkeypatch.setattr(uniform_sampler, "_uniforms", few)
-    generator = seeded(2)
-    batches = [uniform_sampler._draw_by_gaps(40, 0.3, generator).tolist() for _ in range(3000)]
+    monkeypatch.setattr(Coins, "uniforms", few)
+    batches = [uniform_sampler._draw_by_gaps(40, 0.3, coins(k)).tolist() for k in range(3000)]
     assert len(draws) > 3 * len(batches)
     assert_independent_coins(standardised(batches, 40, 0.3))
 
@@ -91,15 +96,15 @@ def test_draw_by_gaps_goes_on_if_it_drew_too_few(monkeypatch: pytest.MonkeyPatch
 def test_large_population_is_not_visited(
     monkeypatch: pytest.MonkeyPatch, num_samples: int, rate: float
 ) -> None:
-    uniforms, drawn = uniform_sampler._uniforms, []
+    uniforms, drawn = Coins.uniforms, []
 
-    def counting(count: int, *args: object) -> torch.Tensor:
-        drawn.append(count)
-        return uniforms(count, *args)
+    def counting(self: Coins, start: int, end: int) -> torch.Tensor:
+        drawn.append(end - start)
+        return uniforms(self, start, end)
 
-    monkeypatch.setattr(uniform_sampler, "_uniforms", counting)
-    steps, generator = 40, seeded(3)
-    batches = [poisson_draw(num_samples, rate, generator) for _ in range(steps)]
+    monkeypatch.setattr(Coins, "uniforms", counting)
+    steps = 40
+    batches = [poisson_draw(num_samples, rate, coins(k)) for k in range(steps)]
     assert max(drawn) < 2 * num_samples * rate + 100
     sizes = np.array([len(batch) for batch in batches])
     assert_chi2(((sizes - num_samples * rate) ** 2 / (num_samples * rate)).sum(), steps)
@@ -119,18 +124,17 @@ def test_coins_of_the_operating_system(rate: float) -> None:
     bins = np.histogram(torch.cat(batches).numpy(), bins=20, range=(0, size))[0]
     assert_chi2(((bins - bins.mean()) ** 2 / bins.mean()).sum() / (1 - rate), 19, unseeded)
     same_seed = uniform_sampler.SystemGenerator().manual_seed(generator.initial_seed())
-    assert not torch.equal(
-        same_seed.uniforms(9, torch.float32), generator.uniforms(9, torch.float32)
-    )
+    drawn = [poisson_draw(1000, 0.5, source).tolist() for source in (same_seed, generator)]
+    assert drawn[0] != drawn[1]
 
 
 def test_probability_is_never_above_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = 0.3
-    below = math.floor(rate * 2**24)
-    grid = torch.tensor([below - 1, below, below + 1], dtype=torch.float32) / 2**24
-    monkeypatch.setattr(uniform_sampler, "_uniforms", lambda *args: grid)
-    assert (grid[1] < rate).item()  # so that a plain comparison would include one value too many
-    assert poisson_draw(3, rate).tolist() == [0]
+    below = math.floor(rate * 2**32)
+    grid = torch.tensor([below - 1, below, below + 1])
+    monkeypatch.setattr(Coins, "words", lambda *args: grid)
+    assert below / 2**32 < rate  # so that a plain comparison would include one value too many
+    assert poisson_draw(3, rate, coins(0)).tolist() == [0]
 
 
 def test_low_rate_is_exact_beyond_the_grid_of_the_uniforms() -> None:
@@ -145,12 +149,36 @@ def test_rate_one_draws_everybody() -> None:
     assert list(sampler) == [[0, 1, 2, 3, 4]]
 
 
-def test_a_seed_gives_the_batches_that_opacus_gives() -> None:
-    sampler = UniformWithReplacementSampler(num_samples=60, sample_rate=0.1, generator=seeded(5))
-    reference = seeded(5)
-    for batch in sampler:
-        mask = torch.rand(60, generator=reference) < 0.1
-        assert batch == mask.nonzero().reshape(-1).tolist()
+def test_coins_are_functions_of_key_batch_and_item() -> None:
+    """In any order, and from any item on; other batches and keys have others."""
+    one = coins(3).words(0, 5000)
+    assert torch.equal(coins(3).words(1234, 5000), one[1234:])
+    gaps = coins(3).uniforms(0, 500)
+    assert torch.equal(coins(3).uniforms(123, 500), gaps[123:])
+    for other in (coins(4), coins(3 + 2**32), coins(3, seed=1), replace(coins(3), secure=True)):
+        assert (other.words(0, 5000) == one).float().mean() < 0.01
+        assert (other.uniforms(0, 500) == gaps).float().mean() < 0.01
+
+
+def test_the_global_seed_changes_nothing() -> None:
+    sampler = UniformWithReplacementSampler(num_samples=50, sample_rate=0.2)
+    epochs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        epochs.append(list(sampler))
+    assert epochs[0] != epochs[1]
+    torch.manual_seed(7)
+    assert list(UniformWithReplacementSampler(num_samples=50, sample_rate=0.2)) not in epochs
+
+
+def test_a_pass_that_was_left_early_is_not_drawn_again() -> None:
+    sampler = UniformWithReplacementSampler(
+        num_samples=200, sample_rate=0.2, generator=seeded(), steps=5
+    )
+    starts = [next(iter(sampler)) for _ in range(3)]
+    assert starts[0] != starts[1] != starts[2] != starts[0]
+    sampler.generator = seeded()  # the same seed again
+    assert next(iter(sampler)) not in starts
 
 
 def test_empty_batches_are_yielded() -> None:
@@ -160,7 +188,7 @@ def test_empty_batches_are_yielded() -> None:
     assert batches.count([]) > 50
 
 
-def test_reproducible_but_different_each_epoch() -> None:
+def test_reproducible_but_different_each_epoch(reproducible: None) -> None:
     def epochs(generator: torch.Generator | None) -> list:
         sampler = UniformWithReplacementSampler(
             num_samples=50, sample_rate=0.2, generator=generator
@@ -235,6 +263,25 @@ def test_each_sample_belongs_to_exactly_one_rank(on_ranks, shuffle, total, world
     assert sorted(chain(*shares)) == list(range(total))
     assert [len(share) for share in shares] == [sampler.num_samples for sampler in samplers]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("total", "rate"), [(60, 0.2), (1000, 2.0**-13)])
+def test_one_seed_gives_the_same_batches_on_any_number_of_ranks(
+    on_ranks, shuffle: bool, total: int, rate: float
+) -> None:
+    steps = 30 if rate > 0.1 else 3000
+    alone = UniformWithReplacementSampler(
+        num_samples=total, sample_rate=rate, generator=seeded(), steps=steps
+    )
+    want = list(alone) + list(alone)
+    assert 0 < sum(map(len, want)) / len(want) < 20
+    for world_size in (1, 2, 4):
+        samplers = on_ranks(
+            world_size, total_size=total, sample_rate=rate, shuffle=shuffle, steps=steps
+        )
+        parts = zip(*(list(s) + list(s) for s in samplers), strict=True)
+        assert [sorted(int(i) for i in chain(*part)) for part in parts] == want
 
 
 def test_set_epoch_deals_anew(on_ranks) -> None:

@@ -256,3 +256,12 @@ def communication_state(model: nn.Module) -> str:
 def is_idle(model: nn.Module) -> bool:
     """Whether no FSDP2 unit is in the middle of a pass."""
     return set(communication_state(model).split()) <= {"IDL"}
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward pass that runs now adds to ``leaf.grad``.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` run only what their inputs need.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return bool(torch._C._will_engine_execute_node(node))

@@ -73,10 +73,3 @@ def clip_each(
     excluded = torch.stack([c.excluded for c in clipped.values()]).any(0)
     factors = {n: c.factors.masked_fill(excluded, 0.0) for n, c in clipped.items()}
     return factors, excluded
-
-
-def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factors in ``dtype``; in half precision never larger than they were."""
-    if dtype in (torch.float16, torch.bfloat16):
-        factors = factors * (1 - torch.finfo(dtype).eps / 2)
-    return factors.to(dtype)

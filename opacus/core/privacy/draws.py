@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 
+MOST_WAITING = 4096
+
 
 class Draws:
     """The batches of one Poisson sampler, from their delivery to the step.
@@ -27,7 +29,8 @@ class Draws:
     def __init__(self) -> None:
         self.started = False
         self._logical = 0
-        self._waiting: deque[tuple[int, int]] = deque()  # (items, number of the logical batch)
+        # (items, number of the logical batch); the oldest go where nobody takes steps
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
         self._seen = 0
         self._used: set[int] = set()  # logical batches in the step so far
 
@@ -40,6 +43,11 @@ class Draws:
         """
         self._waiting.append((items, self._logical))
         self._logical += last
+
+    def leave_oldest(self, still_there: int) -> None:
+        """No step will be taken with the oldest of the last `still_there` batches."""
+        if len(self._waiting) >= still_there:
+            del self._waiting[len(self._waiting) - still_there]
 
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
@@ -64,8 +72,8 @@ class Draws:
                 "several batches of the Poisson loader were added up for one step: a sample may "
                 "be in more than one of them, so that it counts more than once. Step after each "
                 "batch, and make the loader's batch_size larger for a larger batch; "
-                "BatchMemoryManager splits it where memory is short. zero_grad() or "
-                "reset_accumulation() drops what was added up"
+                "BatchMemoryManager splits it where memory is short. "
+                "optimizer.reset_accumulation() drops what was added up"
             )
         if place is None and final and seen and self._waiting:
             items = [items for items, _ in self._waiting]

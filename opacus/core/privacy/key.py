@@ -65,6 +65,7 @@ class RunKey:
             collective call.
 
     Attributes:
+        secure: As given.
         asked: Whether a seed was asked for.
         seeded: Whether the key comes from it.
     """
@@ -79,6 +80,7 @@ class RunKey:
         asked = generator is not None or reproducible_from_environment()
         self.asked = asked and not secure and not isinstance(generator, SystemGenerator)
         self.seeded = self.asked
+        self.secure = secure
         self.shared = shared
         self._next: dict[str, int] = {}
         self._secret = seed_bytes(generator) if self.seeded else None
@@ -92,6 +94,10 @@ class RunKey:
             secret = os.urandom(_BYTES) if self._secret is None else self._secret
             self._key = Key(_of_rank_0(secret) if self.shared else secret)
         return self._key
+
+    def agree(self) -> None:
+        """Agree on the key now, if it is shared: a collective call."""
+        _ = self.key
 
     def stream(self, purpose: str, name: str) -> bytes:
         """32 bytes for the random numbers of one purpose and parameter."""
@@ -127,16 +133,34 @@ class RunKey:
         self._derived.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The key's name and the next numbers: nothing of this is secret."""
-        return {"key": self.key.identifier, "next": self.numbers}
+        """The key's public name and the next numbers; the secret only if it comes from a seed."""
+        state: dict[str, Any] = {"key": self.key.identifier, "next": self.numbers}
+        return {**state, "secret": self.key.secret.hex()} if self.seeded else state
 
-    def is_of(self, state: dict[str, Any]) -> bool:
-        """Whether a :meth:`state_dict` was taken with this key."""
-        return bool(state.get("key") == self.key.identifier)
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Give out no number that a saved run has had, and have its key if both are seeded.
+
+        A key from the operating system is never continued: a second run from the same checkpoint
+        would draw the same noise for other sums.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Returns:
+            Whether the random numbers are what was asked for: those of the saved run, or new ones.
+        """
+        self.at_least(state["next"])
+        if not self.asked:
+            return True
+        if "secret" not in state:
+            return False
+        self._key, self.seeded = Key(bytes.fromhex(state["secret"])), True
+        self._derived.clear()
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the secret: two copies would draw the same noise for different sums."""
-        lost = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
+        lost: dict[str, Any] = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
         return {**vars(self), **lost, "_next": self.numbers}
 
 

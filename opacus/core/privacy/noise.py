@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.noise.gaussian import Draw, add_gaussian
+from opacus.core.kernels.noise.draw import Draw
+from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.sharded import is_dtensor

@@ -23,11 +23,39 @@ class Waiting(Protocol):
 
 @dataclass(eq=False)
 class Generation:
-    """Forward passes over the same batch rows, with the taps that still wait."""
+    """Forward passes over the same batch rows, with the taps that still wait.
+
+    Attributes:
+        uses: How often each layer ran.
+        recomputed: Layers that activation checkpoints have run again.
+    """
 
     uses: dict[str, int] = field(default_factory=dict)
+    recomputed: set[str] = field(default_factory=set)
     begun: bool = False
     waiting: weakref.WeakSet[Waiting] = field(default_factory=weakref.WeakSet)
+    calls: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+    reached: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+
+    def join(self, forward_pass: ForwardPass) -> int:
+        """A backward pass reaches one of several calls of the model.
+
+        Returns:
+            How many calls have been reached.
+
+        Raises:
+            ValueError: They are of different batches.
+        """
+        self.reached.add(forward_pass)
+        sizes = sorted({call.batch for call in self.reached if call.batch is not None})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"one backward pass reaches forward passes on {' and '.join(map(str, sizes))} "
+                "samples: row i of each was to be the same sample, so what belongs to one sample "
+                "is unknown. Call the model once on all samples, or backward() and step() for "
+                "each batch"
+            )
+        return len(self.reached)
 
     def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
         return Generation, ()  # copies and pickles of a model start afresh
@@ -40,12 +68,16 @@ class ForwardPass:
     Attributes:
         batch: Number of samples, if the model's inputs agree on one.
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+        ordinary: Names of parameters that an ordinary loss has run backward through.
+        made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
     """
 
     generation: Generation
     batch: int | None = None
     sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
+    ordinary: tuple[str, ...] = ()
+    made_up: bool = False
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""
@@ -88,6 +120,17 @@ class Record:
         """Number of samples in this record."""
         first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
         return first.shape[0]  # type: ignore[no-any-return]
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its backprops are."""
+        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
+        return first.device  # type: ignore[no-any-return]
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether its activations were computed in the backward pass, by a checkpoint."""
+        return self.spec.name in self.generation.recomputed
 
     @cached_property
     def elements(self) -> int:

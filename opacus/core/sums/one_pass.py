@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.norms.ledger import check_unchanged
 from opacus.core.platform.profiling import WEIGHTED_SUM, each_layer, timed
@@ -24,6 +22,7 @@ from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner, free_memory
 from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.weighting import Weighting
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
@@ -189,7 +188,7 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         masked = excluded_or_none(excluded)
-        sums = _KeptSums(ledger.held, factors, masked)
+        sums = _KeptSums(ledger.held, Weighting(factors, masked))
         ledger.held = []
         for name, parameter in self.parameters:
             if not parameter.requires_grad:
@@ -203,25 +202,12 @@ class OnePass(Ghost):
 
 
 class _KeptSums:
-    """Weighted gradients of the kept records, each computed when first asked for.
+    """Weighted gradients of the kept records, each computed when first asked for."""
 
-    Args:
-        records: The kept records.
-        factors: Of all parameters or by parameter name.
-        excluded: ``[B]`` bool, ``None`` if there are none.
-    """
-
-    def __init__(
-        self,
-        records: list[Record],
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor | None,
-    ) -> None:
-        self.factors = factors
-        self.excluded = excluded
+    def __init__(self, records: list[Record], weighting: Weighting) -> None:
+        self.weighting = weighting
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
-        self._masking = Masking()
         for record in records:
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
@@ -235,31 +221,15 @@ class _KeptSums:
         owners = record.layer.owners
         grads = self._grads.setdefault(id(record), {})
         names = [n for n in record.spec.params if owners[n] == owner]
-        if names[0] not in grads:
-            # With flat clipping all parameters of the layer have the same factors.
-            flat = isinstance(self.factors, Tensor)
-            grads |= self._of_layer(record, record.spec.params if flat else tuple(names), owner)
+        for together in self.weighting.together(record):
+            if names[0] in together and names[0] not in grads:
+                grads |= self._of_layer(record, together)
         first, *rest = [grads.pop(name) for name in names]
         for more in rest:
             first = first + more
         return first
 
     @each_layer
-    def _of_layer(self, record: Record, names: tuple[str, ...], owner: str) -> dict[str, Tensor]:
-        factors = self.factors if isinstance(self.factors, Tensor) else self.factors[owner]
+    def _of_layer(self, record: Record, names: tuple[str, ...]) -> dict[str, Tensor]:
         check_unchanged(record)
-        rows, backprops = record.batch, record.backprops
-        activations, excluded = record.activations, self.excluded
-        if excluded is not None:
-            excluded = excluded[:rows].to(backprops.device)
-            activations = self._finite(record, excluded)
-        backprops = scaled_rows(backprops, factors[:rows].to(backprops.device), excluded)
-        spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
-        return record.layer.rule.wide_sum(spec, activations, backprops)
-
-    def _finite(self, record: Record, excluded: Tensor) -> Any:
-        """Activations whose excluded rows are zero."""
-        activations, rule = record.activations, record.layer.rule
-        if not rule.by_rows(activations, record.batch):
-            return activations
-        return self._masking.without(activations, excluded)
+        return self.weighting.sums(record, names)

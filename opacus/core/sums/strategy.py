@@ -10,22 +10,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
-from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum, weighted_sum_each
+from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.privacy.clipping import excluded_or_none, rounded_down
+from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.processed import was_processed
 from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
+from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
+from opacus.core.sums.weighting import Weighting
 
 
 class Phase(enum.Enum):
@@ -107,6 +108,7 @@ class Ghost:
             RuntimeError: A trainable parameter received a gradient past the taps, or these
                 samples are in the clipped sum already.
         """
+        refuse_hooks(self.parameters)
         self._passes.clear()
         budget = self.budget_bytes
         if budget is None and self.deferred:  # else nothing waits that could be computed early
@@ -123,7 +125,7 @@ class Ghost:
         before = {name: _fingerprint(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
-        with self._in(Phase.NORMS, bare=lone):
+        with self._in(Phase.NORMS, losses, bare=lone):
             _backward(losses, retain_graph)
         self._refuse_leaks(before)
         self._refuse_repeats()
@@ -208,13 +210,15 @@ class Ghost:
             parameter.grad = None
 
     @contextmanager
-    def _in(self, phase: Phase, *, bare: bool = False) -> Iterator[None]:
+    def _in(self, phase: Phase, losses: Tensor, *, bare: bool = False) -> Iterator[None]:
         recorder = self.recorder
         self.phase, recorder.in_backward, recorder.bare = phase, True, bare
+        recorder.losses = len(losses)
         try:
             yield
         finally:
             self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
+            recorder.losses = None
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
         leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
@@ -233,7 +237,20 @@ class Ghost:
             "(requires_grad_(False)). Nothing was added to the model"
         )
 
+    def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
+        """A loss that is not the criterion's runs backward through a forward pass.
+
+        Raises:
+            RuntimeError: The clipped sum has samples of that pass already.
+        """
+        forward_pass.ordinary = parameters = tuple(parameters)
+        if forward_pass in self._summed:
+            self._refuse_second_loss(parameters)
+
     def _refuse_repeats(self) -> None:
+        for forward_pass in self._passes:
+            if forward_pass.ordinary:
+                self._refuse_second_loss(forward_pass.ordinary)
         if self._passes & self._summed:
             raise RuntimeError(
                 "these samples have been clipped and summed already; a second backward() would let "
@@ -241,6 +258,15 @@ class Ghost:
                 "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
                 "the model"
             )
+
+    def _refuse_second_loss(self, parameters: Sequence[str]) -> None:
+        raise RuntimeError(
+            f"a loss that the private criterion did not make ran backward through {parameters[0]} "
+            "and other private parameters, on samples that are in the step: what it "
+            "asks of them is not clipped and would be left out. Give the criterion all losses "
+            "(one a sample), or make a second one by DPLossFastGradientClipping(module, optimizer, "
+            "other_criterion, loss_reduction), and call backward() on their sum"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"_passes": set(), "_summed": set()}
@@ -250,20 +276,43 @@ class Ghost:
 class TwoPass(Ghost):
     """Norms in one backward pass, the clipped sum in a second one.
 
-    In the second pass FSDP2 finds in ``unsharded.grad`` exactly the clipped gradient to
-    reduce. See :class:`Ghost` for the arguments.
+    The second pass is the first one again: the factors meet the rows of each layer, not the losses,
+    and what a layer shows is compared with what was measured. In it FSDP2 finds in
+    ``unsharded.grad`` exactly the clipped gradient to reduce. See :class:`Ghost` for the arguments.
+
+    Guarantee: a row whose backprops are not those that were measured contributes nothing. On the
+    CPU that is an error at once. On a GPU, where looking would make the host wait, it is one
+    before the next norm pass.
     """
 
-    _factors: Tensor | Mapping[str, Tensor] | None = None
-    _excluded: Tensor | None = None
-    _masking: Masking | None = None
+    _weighting: Weighting | None = None
+    _seen = Seen()
+    _odd: Tensor | None = None  # on a GPU: whether any row of the latest replays differed
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
         if self.phase is Phase.SUM:
             self._add_gradient(record)
-        else:
-            super().receive(record)
+            return
+        super().receive(record)
+        if self.phase is Phase.NORMS:
+            self._seen.note(record)
+
+    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
+        """See :meth:`Ghost.norm_pass`.
+
+        Raises:
+            RuntimeError: The replay before, on a GPU, was not what was measured.
+        """
+        odd, self._odd = self._odd, None
+        if odd is not None and bool(odd):
+            raise RuntimeError(
+                "in the step before, layers computed something else when the backward pass was "
+                "run again for the clipped sum than when norms were measured; the samples "
+                f"concerned were left out there. {REPLAY_ADVICE}"
+            )
+        self._seen = Seen()
+        super().norm_pass(losses, retain_graph)
 
     @timed(SECOND_BACKWARD)
     def sum_pass(
@@ -273,71 +322,62 @@ class TwoPass(Ghost):
         excluded: Tensor,
         retain_graph: bool = False,
     ) -> None:
-        """A second backward pass, of ``sum_i factors[i] * losses[i]``; none of a lone sample."""
+        """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
         if self.ledger is not None and self.ledger.whole:
             self._sum_whole(factors, excluded)
             return
-        self._factors = factors
-        self._excluded, self._masking = excluded_or_none(excluded), Masking()
-        weighted = losses if self._excluded is None else losses.masked_fill(excluded, 0.0)
-        if isinstance(factors, Tensor):
-            weighted = weighted * rounded_down(factors, losses.dtype)
+        self._weighting = Weighting(factors, excluded_or_none(excluded))
         try:
-            with self._in(Phase.SUM):
-                _backward(weighted, retain_graph)
+            with self._in(Phase.SUM, losses):
+                _backward(losses, retain_graph)
         finally:
-            self._factors = self._excluded = self._masking = self.ledger = None
+            self._weighting = self.ledger = None
+            self._seen = Seen()
 
     @each_layer
     def _add_gradient(self, record: Record) -> None:
-        layer = record.layer
-        if self.ledger is not None and record.spec.name in self.ledger.formed_layers:
-            grads = self._sum_formed(record)
-        else:
-            activations, backprops = record.activations, record.backprops
-            if self._excluded is not None and self._masking is not None:
-                excluded = self._excluded[: record.batch].to(backprops.device)
-                if layer.rule.by_rows(activations, record.batch):
-                    activations = self._masking.without(activations, excluded)
-                backprops = scaled_rows(backprops, None, excluded)
-            grads = self._weighted(record, activations, backprops)
-        for name, grad in grads.items():
-            parameter = layer.module._parameters[name]
+        for name, grad in self._weighted(record).items():
+            parameter = record.layer.module._parameters[name]
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _weighted(self, record: Record, activations: Any, backprops: Tensor) -> dict[str, Tensor]:
-        layer, spec = record.layer, record.spec
-        if isinstance(self._factors, Tensor):  # the losses carry the factors already
-            return layer.rule.weighted_grad(spec, activations, backprops, None)
-        grads: dict[str, Tensor] = {}
-        for name in spec.params:
-            alone, factors = replace(spec, params=(name,)), self._factor(record, name)
-            factors = factors[: backprops.shape[0]].to(backprops.dtype)
-            grads |= layer.rule.weighted_grad(alone, activations, backprops, factors)
-        return grads
-
-    def _factor(self, record: Record, name: str) -> Tensor:
-        assert self._factors is not None
-        if isinstance(self._factors, Tensor):
-            return self._factors
-        return self._factors[record.layer.owners[name]]
-
-    def _sum_formed(self, record: Record) -> dict[str, Tensor]:
-        """Weight the per-sample gradients kept by the norm pass; each is used once."""
-        assert self.ledger is not None
-        sums = {}
-        for name in record.spec.params:
-            formed = self.ledger.formed.pop(record.layer.owners[name], None)
-            if formed is not None:
-                rows = len(formed)
-                excluded = None if self._excluded is None else self._excluded[:rows]
-                sums[name] = weighted_sum(formed, self._factor(record, name)[:rows], excluded)
+    def _weighted(self, record: Record) -> dict[str, Tensor]:
+        """The clipped sums of one record of the replay, by local name."""
+        weighting, ledger = self._weighting, self.ledger
+        assert weighting is not None and ledger is not None
+        if record.spec.name in ledger.formed_layers:
+            owners = {name: record.layer.owners[name] for name in record.spec.params}
+            formed = {name: ledger.formed.pop(owner, None) for name, owner in owners.items()}
+            return {
+                name: weighting.sum_of_formed(owners[name], grad)  # each is used once
+                for name, grad in formed.items()
+                if grad is not None
+            }
+        odd = self._compared(record)
+        sums: dict[str, Tensor] = {}
+        for names in weighting.together(record):
+            sums |= weighting.sums(record, names, odd)
         return sums
 
+    def _compared(self, record: Record) -> Tensor | None:
+        """``[rows]`` which rows were not measured like this; ``None`` on a CPU, if none.
+
+        Raises:
+            RuntimeError: On a CPU, if there is any.
+        """
+        odd = self._seen.differs(record)
+        if odd.device.type == "cpu":
+            if bool(odd.any()):
+                raise RuntimeError(f"{described(record)}. {REPLAY_ADVICE}")
+            return None
+        any_odd = odd.any()
+        self._odd = any_odd if self._odd is None else self._odd | any_odd
+        return odd
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_factors": None, "_excluded": None, "_masking": None}
+        fresh = {"_weighting": None, "_odd": None, "_seen": Seen()}
+        return {**super().__getstate__(), **fresh}
 
 
 def _backward(losses: Tensor, retain_graph: bool) -> None:

@@ -32,7 +32,7 @@ def _key_words(key, like):
 
 
 @triton.jit
-def chacha20(n0, n1, n2, n3, key):
+def chacha20(n0, n1, n2, n3, key):  # noqa: ANN201
     """Sixteen words ``[N]`` of the counters, whose words are ``[N]`` uint32, the lowest first.
 
     ``key`` points to four int64, two words each.

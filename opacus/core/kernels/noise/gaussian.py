@@ -1,44 +1,25 @@
 """Gaussian noise added to many tensors in one pass over them.
 
 Each number is a function of a key, a step and the number of its element: see
-:mod:`opacus.core.privacy.key`. Random words come from a counter-based generator (Philox, or ChaCha20 in
-secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made where it is
-added, so it takes no memory; ``gaussian_reference`` makes the same on the CPU.
+:mod:`opacus.core.privacy.key`. Random words come from a counter-based generator (Philox, or
+ChaCha20 in secure mode), normal numbers from those by Box and Muller. On a GPU the noise is made
+where it is added, so it takes no memory; ``gaussian_reference`` makes the same on the CPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from opacus.core.kernels.noise import gaussian_reference
-from opacus.core.kernels.noise.regions import Region
+from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.norms.choice import is_usable
 from opacus.core.kernels.sums.weighted_sum import triton_works
 
 # In secure mode results are multiples of this part of the standard deviation's power of two.
 GRID = 2.0**-16
-
-
-class Draw(NamedTuple):
-    """Noise for one tensor.
-
-    Attributes:
-        source: What it is added to, contiguous.
-        target: Where the sum goes, contiguous, of the same size; may be the source.
-        region: Numbers of the elements.
-        key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host
-            time for bytes that it sees for the first time.
-    """
-
-    source: Tensor
-    target: Tensor
-    region: Region
-    key: bytes
 
 
 def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = False) -> None:

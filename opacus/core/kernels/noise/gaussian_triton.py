@@ -19,7 +19,7 @@ from opacus.core.kernels.noise import chacha, philox
 from opacus.core.kernels.noise.chacha_triton import chacha20
 
 if TYPE_CHECKING:
-    from opacus.core.kernels.noise.gaussian import Draw
+    from opacus.core.kernels.noise.draw import Draw
 
 # Elements that are handled at once.
 BLOCK = 2048
@@ -210,5 +210,5 @@ def _variant(
         SECURE=lanes == chacha.LANES,
         ROWS=has_rows,
         WHOLE=whole,
-        num_warps=4 if lanes == chacha.LANES else 8,
+        num_warps=4,
     )

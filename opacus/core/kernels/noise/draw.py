@@ -1,0 +1,26 @@
+"""What a call of :mod:`opacus.core.kernels.noise.gaussian` is to do for one tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from opacus.core.kernels.noise.regions import Region
+
+
+class Draw(NamedTuple):
+    """Noise for one tensor.
+
+    Attributes:
+        source: What it is added to, contiguous.
+        target: Where the sum goes, contiguous, of the same size; may be the source.
+        region: Numbers of the elements.
+        key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host
+            time for bytes that it sees for the first time.
+    """
+
+    source: Tensor
+    target: Tensor
+    region: Region
+    key: bytes

@@ -1,0 +1,100 @@
+"""What a private optimizer checks before a step: its ranks, and the batch that was drawn."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from opacus.core.platform.sharded import local_of
+from opacus.core.platform.switches import switched_on
+from opacus.core.privacy.draws import Draws
+from opacus.core.ranks.layout import Single
+
+logger = logging.getLogger(__name__)
+
+STATE_DICT = "torch.distributed.checkpoint.state_dict"
+# Wrappers (of hooks, schedulers, profilers) between it and the step.
+MOST_FRAMES = 16
+
+INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
+
+
+def only_makes_state(optimizer: Any) -> bool:
+    """Whether ``step()`` was called by ``torch.distributed.checkpoint`` on zero gradients.
+
+    ``get_state_dict`` and ``set_state_dict`` take a step of a new optimizer with gradients of
+    zeros and a learning rate of zero, so that it has a state. Nothing is released by that.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None or frame.f_globals.get("__name__") == STATE_DICT:
+            break
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") != STATE_DICT or optimizer.state:
+        return False
+    groups = optimizer.param_groups
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return not any(bool((g != 0).any()) for g in map(local_of, grads))
+
+
+class CheckedOptimizer:
+    """Compares what steps are made of with what the accountant assumes."""
+
+    _layout: Single
+    # Of the Poisson sampler whose rate the accountant counts; None if there is none.
+    _draws: Draws | None = None
+    _world_is_known = False
+
+    def follow_draws(self, draws: Draws) -> None:
+        """Steps are counted as batches of the Poisson sampler that `draws` belongs to."""
+        self._draws = draws
+        self._warned_of_no_draw = False
+
+    def _samples(self) -> int:
+        raise NotImplementedError
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        raise NotImplementedError
+
+    def _compare_with_draws(self) -> None:
+        """Refuse a batch that is not one that was drawn.
+
+        Raises:
+            RuntimeError: See :class:`~opacus.core.privacy.draws.Draws`.
+        """
+        if self._draws is None:
+            return
+        if not self._draws.started and not self._warned_of_no_draw:
+            self._warned_of_no_draw = True
+            logger.warning(
+                "A step is taken, but the data loader that make_private returned has not been "
+                "iterated. Privacy is counted for its Poisson sampling: batches from elsewhere "
+                "must be drawn in the same way, at the same rate."
+            )
+        self._draws.check(self._samples(), final=not self._check_skip_next_step(pop_next=False))
+
+    def _check_world(self) -> None:
+        """Refuse a model of one process where there are several.
+
+        Raises:
+            RuntimeError: In the first step: each rank would train a model of its own.
+        """
+        if self._world_is_known:
+            return
+        self._world_is_known = True
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not several or type(self._layout) is not Single or switched_on(INDEPENDENT):
+            return
+        self._world_is_known = False
+        raise RuntimeError(
+            f"this optimizer was made private for one process, but there are "
+            f"{dist.get_world_size()} ranks, whose models would drift apart while samples count "
+            "once: wrap the model first (DistributedDataParallel, or FSDP2 with a ghost_fsdp "
+            "mode), build the optimizer, then call make_private, and put no wrapper around the "
+            "private model (accelerate.prepare(model) does). If ranks do train models of "
+            f"their own, set {INDEPENDENT}=1"
+        )
