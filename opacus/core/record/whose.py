@@ -56,9 +56,11 @@ class WhoseRows:
             recorded: Whether layers are tapped in it.
         """
         self._follows, self._hidden = False, {}
-        if recorded and batch is not None and batch > 1 and can_follow(model, inputs):
+        units = batch or 0
+        known = recorded and units > 1 and self._follower.remembers(inputs, units)
+        if known or (recorded and units > 1 and can_follow(model, inputs)):
             self.indices.begin(inputs, None, False)
-            self._follows = self._follower.begin(inputs, batch, dim)
+            self._follows = self._follower.begin(inputs, units, dim)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 

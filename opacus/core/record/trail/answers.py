@@ -41,6 +41,18 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
 
+    def remembers(self, inputs: Any, count: int) -> bool:
+        """Whether a forward pass that starts need not be followed; see :meth:`begin`."""
+        self.end()
+        leaves = tree_leaves(inputs)
+        self._keys = _structure(leaves, count), _shapes(leaves, count)
+        known = next((k for k in self._keys if k in self._answers), None)
+        self._count, self._places = count, {}
+        if known is None or self._keys[0] in self._always:
+            return False
+        self._known = self._answers[known]
+        return True
+
     def begin(self, inputs: Any, count: int, dim: int) -> bool:
         """A forward pass starts.
 
@@ -52,13 +64,8 @@ class Follower:
         Returns:
             Whether :meth:`units_of` has to be asked about each layer.
         """
-        self.end()
         leaves = tree_leaves(inputs)
-        self._keys = _structure(leaves, count), _shapes(leaves, count)
-        known = next((k for k in self._keys if k in self._answers), None)
-        self._count, self._places = count, {}
-        if known is not None and self._keys[0] not in self._always:
-            self._known = self._answers[known]
+        if self.remembers(inputs, count):
             return self._known is not None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
         self._trail.__enter__()
