@@ -56,9 +56,12 @@ class WhoseRows:
             recorded: Whether layers are tapped in it.
         """
         self._follows, self._hidden = False, {}
-        if recorded and batch is not None and batch > 1 and can_follow(model, inputs):
+        asks = None
+        if recorded and batch is not None and batch > 1:
+            asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
+        if asks is not None:
+            self._follows = asks
             self.indices.begin(inputs, None, False)
-            self._follows = self._follower.begin(inputs, batch, dim)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
