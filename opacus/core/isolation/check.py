@@ -288,7 +288,7 @@ class Isolation:
                 f"whether a sample's gradient depends on the other samples of its batch cannot be "
                 f"checked for this model: {reason}. See opacus.check_isolation"
             )
-        if found and not runs.made_up:
+        if found:
             refusal = refusal or _explained(
                 found[0], self.model, len(watch.chosen), bool(watch.scalars)
             )

@@ -55,6 +55,10 @@ class Runs(Protocol):
     def count(self) -> int:
         """Number of units to choose from."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether these are units of a batch, rather than made up to go along with other ranks."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -113,13 +117,14 @@ class Probe:
         try:
             together = self._tapped(runs, range(runs.count))
         except RUN_ERRORS as error:
-            if not _is_ours(error):
+            if runs.counts and not _is_ours(error):
                 raise IncomparableError(
                     f"it cannot be run on {runs.count} samples: {_brief(error)}"
                 ) from error
             together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
         else:
             refusal = []
+        refusal = refusal if runs.counts else []
         if self._any_rank(bool(refusal)):
             return refusal
         chosen = _telling(together, runs.count)
@@ -130,7 +135,7 @@ class Probe:
         for number, place in enumerate(chosen):
             one, unit = _column(together, place), runs.unit(place)
             found = self._differences(unit, one, alone[number], tolerance)
-            differing += [(number, difference) for difference in found]
+            differing += [(number, difference) for difference in found if runs.counts]
         if self._any_rank(bool(differing)):
             number = differing[0][0] if differing else 0
             again = self._alone(runs, chosen[number])
