@@ -153,7 +153,7 @@ COUPLED: dict[str, tuple[Callable[[], nn.Module], Loss, Any]] = {
 @pytest.fixture
 def unfollowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trail of rows says nothing: what is found is found by running units alone."""
-    monkeypatch.setattr("opacus.core.record.recorder.can_follow", lambda *a: False)
+    monkeypatch.setattr("opacus.core.record.whose.can_follow", lambda *a: False)
 
 
 @pytest.mark.parametrize("mode", MODES)

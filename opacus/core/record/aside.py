@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from opacus.core.record.hooks import LayerHooks
-from opacus.core.record.provenance import RepeatCheck
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.trail import Follower
 
 
 @contextmanager
 def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
     """Hand records to ``sink``; what is known of other passes is the same afterwards."""
     before = dict(recorder.__dict__)
-    fresh = {"indices": copy.deepcopy(recorder.indices), "repeats": RepeatCheck()}
-    recorder.__dict__.update(fresh, follower=Follower(), lone=None, bare=False, detach=True)
+    fresh = recorder.whose.fresh()
+    recorder.__dict__.update(whose=fresh, lone=None, bare=False, detach=True)
     recorder.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
     recorder.forget()
     try:
@@ -26,7 +23,7 @@ def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
     finally:
         for hooks in recorder._hooks:
             hooks.put_back()
-        recorder.indices.end()
+        recorder.whose.end()
         recorder.__dict__.update(before)
 
 
