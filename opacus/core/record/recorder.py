@@ -142,13 +142,6 @@ class Recorder:
         """Names of the layers that ran over the latest batch rows, in the order of first use."""
         return list(self._generation.uses)
 
-    def others(self) -> list[Recorder]:
-        """Recorders of other private models that have layers of this one."""
-        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
-        return [r for r in found if isinstance(r, Recorder) and r is not self]
-
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -162,31 +155,6 @@ class Recorder:
             yield
         finally:
             self.enabled = before
-
-    @contextmanager
-    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
-        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
-        before = dict(self.__dict__)
-        self.__dict__.update(whose=self.whose.fresh(), lone=None, bare=False, detach=True)
-        self.named = None
-        self.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
-        self.forget()
-        try:
-            yield
-        finally:
-            for hooks in self._hooks:
-                hooks.put_back()
-            self.whose.end()
-            self.__dict__.update(before)
-
-    @contextmanager
-    def passing_back(self) -> Iterator[None]:
-        """A backward pass of ours: layers that run in it are computed again."""
-        before, self.in_backward = self.in_backward, True
-        try:
-            yield
-        finally:
-            self.in_backward = before
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
