@@ -5,13 +5,16 @@ A drop-in replacement for Opacus 1.6.0: see :class:`PrivacyEngine`.
 
 from opacus import utils
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.isolation import IsolationError, check_isolation
 from opacus.privacy_engine import PrivacyEngine
 from opacus.version import __version__
 
 __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
+    "IsolationError",
     "PrivacyEngine",
     "__version__",
+    "check_isolation",
     "utils",
 ]

@@ -36,7 +36,8 @@ from opacus.privacy_engine import PrivacyEngine
 from opacus.utils import checkpoint_folder as files
 from opacus.utils.checkpoint_folder import Mark, all_or_none, gathered, latest_checkpoint
 from opacus.utils.loader_position import LoaderPosition
-from opacus.utils.random_state import RandomState, Secret, fits, on_this_device
+from opacus.utils.noise_state import noise_entries, restore_noise
+from opacus.utils.random_state import RandomState, Secret
 
 __all__ = ["Checkpointer", "Progress", "latest_checkpoint", "read_extra"]
 
@@ -81,15 +82,19 @@ class Checkpointer:
     Load last: what draws random numbers between ``load()`` and the training loop, and not in an
     uninterrupted run, makes the two differ.
 
-    Guarantee: a run that is killed at any moment, also while it saves, and resumed on as many
-    ranks goes on as if it had not been: same batches, noise, dropout and epsilon. Resumed on
-    another number of ranks it has the same accountant, and new noise and coin tosses that repeat
-    nothing drawn before. With ``secure_mode=True`` noise and coin tosses are new in any case.
+    Guarantee: a run that is killed at any moment, also while it saves, and resumed goes on with
+    the same epsilon, and draws no noise and no coin toss of Poisson sampling a second time: a
+    checkpoint holds the number of the next step, and the public name of the noise's key. A
+    resumed run has another key. If noise (``noise_generator``) and sampling (the loader's
+    generator), or both (``OPACUS_REPRODUCIBLE=1``), come from seeds, in the saved run and in the
+    resumed one, the checkpoint holds their keys, too: then, on as many ranks, it goes on as if it
+    had not been killed, with the same batches, noise and dropout; and with the same batches and
+    noise on another number of ranks.
 
     What a killed run computed after its last checkpoint must not be released: if the run resumes
-    on another number of ranks those steps are taken again with other noise, and are counted once.
-    Checkpoints hold the random state, from which noise can be recomputed: keep them secret, and
-    release the model alone.
+    those steps are taken again, maybe with other noise, and are counted once. Checkpoints hold the
+    private data's trace in full precision (the optimizer's state, the random state of dropout and
+    of the order of samples): keep them secret, and release the model alone.
 
     Args:
         folder: Where the checkpoints are, one folder each; on storage that all nodes share. It
@@ -241,10 +246,8 @@ class Checkpointer:
         return own if rank else [*own, path / _SHARED, path / ".metadata"]
 
     def _state_of_rank(self) -> dict[str, Any]:
-        streams = getattr(self._optimizer._layout, "streams", None)
         return {
             "random": self._random.state(),
-            "noise_streams": None if streams is None else streams.state_dict(),
             "position": None if self._position is None else self._position.state(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
@@ -254,6 +257,7 @@ class Checkpointer:
             "step": self.step,
             "world_size": files.rank_and_size()[1],
             "secret": self._secret.text,
+            "noise": noise_entries(self._optimizer),
             "accountant": self._engine.accountant.state_dict(),
             "schedulers": {name: s.state_dict() for name, s in self._schedulers.items()},
             "mechanism": _privacy_parameters(self._optimizer),
@@ -367,13 +371,7 @@ class Checkpointer:
         secret = Secret(shared["secret"])
         size = files.rank_and_size()[1]
         self._secret = secret if same else secret.next(self.step, size)
-        streams = getattr(self._optimizer._layout, "streams", None)
-        if streams is not None:
-            # For every stream that the checkpoint lacks.
-            streams.forget(self._secret.seed("noise", self.step, size))
-            saved = own["noise_streams"] or {}
-            if same and fits(saved):
-                streams.load_state_dict(on_this_device(saved))
+        restore_noise(self._optimizer, shared.get("noise") or {}, steps=self.step, taken=0)
         natural = [] if self._position is None else self._position.settled_by_replay
 
         def settle(natural: Any = natural) -> None:

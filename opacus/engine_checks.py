@@ -77,6 +77,12 @@ def check_arguments(
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which evaluates the loss several times in a step and compares the "
+            "values: each evaluation would be a release of its own, and line searches on noise "
+            "fail. Use a first-order optimizer, such as SGD or AdamW"
+        )
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))

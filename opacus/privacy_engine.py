@@ -230,7 +230,6 @@ class PrivacyEngine(EngineAccounting):
         # One home of C, sigma and reduction for clipping and noise.
         private_module._privacy = private_optimizer._privacy
         private_module.order_parameters(private_optimizer.params)
-        private_optimizer.parameter_names = {p: n for n, p in module.named_parameters()}
         private_criterion = self._prepare_criterion(
             module=private_module,
             optimizer=private_optimizer,

@@ -30,6 +30,7 @@ ALLOWED = {
     "checkpoint": {"core", "grad_sample", "optimizers", "utils"},
     "engine_accounting": {"accountants"},
     "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
+    "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
     "scale": {"core"},
 }

@@ -12,6 +12,9 @@ from opacus.accountants.history import Mechanism, check_delta, merge_mechanisms
 if TYPE_CHECKING:
     from opacus.accountants.analysis.pld import Step
 
+# 1 / s^2 overflows below.
+_NO_NOISE = 1e-100
+
 
 class PLDAccountant(IAccountant):
     """Composes privacy losses that were rounded up to a grid.
@@ -36,9 +39,9 @@ class PLDAccountant(IAccountant):
         counts = merge_mechanisms(self.history)
         if not counts:
             return 0.0
-        if any(noise_multiplier == 0.0 for noise_multiplier, _, _ in counts):
+        if any(noise_multiplier < _NO_NOISE for noise_multiplier, _, _ in counts):
             return math.inf
-        composed = _composed(counts, delta)
+        composed = composed_loss(counts, delta)
         if any(sampling is not None for _, _, sampling in counts):
             return composed
         plain = {(sigma, rate): steps for (sigma, rate, _), steps in counts.items()}
@@ -49,7 +52,7 @@ class PLDAccountant(IAccountant):
         return "pld"
 
 
-def _composed(counts: dict[Mechanism, int], delta: float) -> float:
+def composed_loss(counts: dict[Mechanism, int], delta: float) -> float:
     """Returns epsilon, the larger one of adding and of removing a unit."""
     from opacus.accountants.analysis.gdp import eps_from_mu
     from opacus.accountants.analysis.pld import composed_epsilon

@@ -10,10 +10,12 @@ from typing import Any
 from opacus.accountants.history import check_delta, check_sample_rate, check_steps
 from opacus.accountants.registry import create_accountant
 
-MAX_SIGMA = 1e6
+MAX_SIGMA = 1e8
 
 # First upper end of the search; all candidates are fractions of it and of its doubles.
 _FIRST_GUESS = 10.0
+# Accountants whose epsilon takes long enough to look near the solution of "rdp" first.
+_SLOW = ("prv", "pld")
 # The result spends at least this part of the budget, however large the tolerance.
 _LEAST_SPENT = 0.95
 
@@ -56,16 +58,23 @@ def get_noise_multiplier(
         raise ValueError(f"epsilon_tolerance must be above 0, got {epsilon_tolerance!r}")
     delta, rate = check_delta(target_delta), check_sample_rate(sample_rate)
     count = _number_of_steps(rate, epochs, steps)
-    book = create_accountant(accountant)
-
-    def epsilon_of(sigma: float) -> float:
-        book.history = [(sigma, rate, count)]
-        return float(book.get_epsilon(delta=delta, **kwargs))
-
     least = max(target_epsilon - epsilon_tolerance, _LEAST_SPENT * target_epsilon)
+
+    def values_of(name: str, **arguments: Any) -> _Values:
+        book = create_accountant(name)
+
+        def epsilon_of(sigma: float) -> float:
+            book.history = [(sigma, rate, count)]
+            return float(book.get_epsilon(delta=delta, **arguments))
+
+        return _Values(epsilon_of, least, target_epsilon)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about candidates that are not returned
-        return _search(epsilon_of, least, target_epsilon)
+        values = values_of(accountant, **kwargs)
+        if accountant in _SLOW:
+            values.read_near(_search(values_of("rdp")))
+        return _search(values)
 
 
 def _number_of_steps(rate: float, epochs: float | None, steps: int | None) -> int:
@@ -86,27 +95,65 @@ def _number_of_steps(rate: float, epochs: float | None, steps: int | None) -> in
     return count
 
 
-def _search(epsilon_of: Callable[[float], float], least: float, most: float) -> float:
+class _Values:
+    """Epsilon as a function of sigma, read as seldom as possible, for it can take a second.
+
+    Epsilon falls as sigma grows, so a value above the budget settles all smaller sigmas, and one
+    that spends too little settles all larger ones.
+    """
+
+    def __init__(self, epsilon_of: Callable[[float], float], least: float, most: float) -> None:
+        self._epsilon_of, self.least, self.most = epsilon_of, least, most
+        self._known: dict[float, float] = {}
+
+    def __call__(self, sigma: float) -> float:
+        """Returns epsilon, or a known one on the same side of the range that is aimed at."""
+        for known, epsilon in self._known.items():
+            too_low = known >= sigma and epsilon > self.most
+            if too_low or (known <= sigma and epsilon < self.least) or known == sigma:
+                return epsilon
+        return self.read(sigma)
+
+    def read(self, sigma: float) -> float:
+        """Returns epsilon."""
+        self._known[sigma] = self._epsilon_of(sigma)
+        return self._known[sigma]
+
+    def read_near(self, sigma: float) -> None:
+        """Reads a few values around the solution, of which `sigma` is a guess."""
+        room = min(self.most - self.least, 0.5 * self.least)
+        slope, last = -1.0, (0.0, 0.0)
+        aims = (self.least + 0.5 * room, self.most + 0.3 * room, self.least - 0.3 * room)
+        for aim in (aims[0], aims[0], aims[1], aims[2], 0.0):
+            epsilon = self.read(sigma)
+            if not (aim > 0.0 and 0.0 < epsilon < math.inf):
+                return
+            here = (math.log(sigma), math.log(epsilon))
+            if last != (0.0, 0.0) and here[0] != last[0]:
+                slope = min((here[1] - last[1]) / (here[0] - last[0]), -0.01)
+            last = here
+            sigma = math.exp(here[0] + max(-0.7, min(0.7, (math.log(aim) - here[1]) / slope)))
+
+
+def _search(values: _Values) -> float:
     """Returns the first sigma met in halving a bracket whose epsilon lies in [least, most].
 
-    Halving a fixed bracket reads some fifteen values of epsilon, and gives the round numbers that
-    Opacus gives, so a run configured by a budget is the same run.
+    Halving a fixed bracket gives the round numbers that Opacus gives, so a run configured by a
+    budget is the same run.
     """
     low, high = 0.0, _FIRST_GUESS
-    epsilon = epsilon_of(high)
-    while epsilon > most:
+    while (epsilon := values(high)) > values.most:
         low, high = high, 2.0 * high
         if high > MAX_SIGMA:
             raise ValueError(
-                f"target_epsilon = {most:g} is too low: even noise_multiplier = {low:g} gives "
-                f"epsilon = {epsilon:.4g}; raise target_epsilon or target_delta, take fewer steps, "
-                "or another accountant ('prv' reaches lower values than 'rdp')"
+                f"target_epsilon = {values.most:g} is too low: even noise_multiplier = {low:g} "
+                f"gives epsilon = {values.read(low):.4g}; raise target_epsilon or target_delta, "
+                "take fewer steps, or another accountant ('pld' reaches lower values than 'rdp')"
             )
-        epsilon = epsilon_of(high)
-    while epsilon < least and high - low > 1e-9 * high:
+    while epsilon < values.least and high - low > 1e-9 * high:
         middle = 0.5 * (low + high)
-        candidate = epsilon_of(middle)
-        if candidate <= most:
+        candidate = values(middle)
+        if candidate <= values.most:
             high, epsilon = middle, candidate
         else:
             low = middle

@@ -145,7 +145,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.active(module) and not (recorder.in_backward or recorder.probed):
-            self._data_check.look((args, kwargs))
+            self._data_check.look(() if recorder.latest_batch == 0 else (args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)

@@ -111,7 +111,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
                 raise
             raise RuntimeError(
                 f"the model fails on an empty batch, which Poisson sampling may draw: {error}. In "
-                "its forward write x.flatten(1) instead of x.view(len(x), -1)"
+                "its forward write x.flatten(1) instead of x.view(len(x), -1), or pass "
+                "rand_on_empty=True to make_private"
             ) from error
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

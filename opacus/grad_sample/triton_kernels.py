@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.host.operands import interpreted
+from opacus.core.kernels.host.operands import interpreted, triton_is_installed
 from opacus.core.kernels.norms import choice
 from opacus.core.kernels.norms.choice import ALGORITHMS
 
@@ -37,7 +37,7 @@ def is_triton_available() -> bool:
 
     Also with ``TRITON_INTERPRET=1``, which interprets them on the CPU, for tests.
     """
-    return choice.triton_is_installed() and (torch.cuda.is_available() or interpreted())
+    return triton_is_installed() and (torch.cuda.is_available() or interpreted())
 
 
 def compute_linear_norm_sq(

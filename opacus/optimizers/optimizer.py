@@ -21,7 +21,7 @@ from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
-from opacus.optimizers.step_checks import CheckedOptimizer
+from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
 from opacus.optimizers.utils import check_rows, weighted_sums
 
 UNCLEARED = (
@@ -442,6 +442,8 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        elif not self.state and only_makes_state(self):
+            return self.original_optimizer.step()
         self._step()
         if PROFILE.on and not self._is_last_step_skipped:
             PROFILE.report(sharded=isinstance(self._layout, Sharded))

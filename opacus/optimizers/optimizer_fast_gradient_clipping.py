@@ -24,7 +24,6 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         super()._set_up()
         if self._privacy.max_grad_norms is not None:
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
-        self.parameter_names: dict[nn.Parameter, str] = {}  # as the model's hooks call them
         self._known = [p for group in self.param_groups for p in group["params"]]
         self._watch = SumWatch()
         self.expects_criterion = False
@@ -115,7 +114,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         changed = self._watch.changed(parameters, divided_by)
         if changed:
             raise RuntimeError(
-                f"the gradients of {self._names(changed)} were changed or added between backward() "
+                f"the gradients of {self._named(changed)} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "
@@ -124,10 +123,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "before the next batch"
             )
 
-    def _names(self, parameters: list[nn.Parameter]) -> str:
+    def _named(self, parameters: list[nn.Parameter]) -> str:
         """What parameters are called in the model, the first of them."""
-        known = self.parameter_names
-        names = [known.get(p, f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
+        known = self._names
+        names = [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
         more = len(parameters) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
 

@@ -74,12 +74,17 @@ class LoaderPosition:
             )
         self.epoch, self.used, self.under_way = 0, 0, False
         self._start: dict[str, Any] | None = None
+        self._repeats = False  # whether the sampler has the key of the saved run
         self._next: _Resumption | None = None
         is_split = isinstance(sampler, BatchSplittingSampler)
         self._sampler: Any = sampler.sampler if is_split else sampler
         self._loader_generator = data_loader.generator
         self._noise = noise
         _make_resumable(self._sampler, self)
+
+    @property
+    def _is_poisson(self) -> bool:
+        return isinstance(self._sampler, _POISSON)
 
     # --- generators ---
 
@@ -129,6 +134,7 @@ class LoaderPosition:
             "under_way": self.under_way,
             "start": self._start if self.under_way else None,
             "sampler": _name(self._sampler),
+            "coins": self._sampler.key.state_dict() if self._is_poisson else None,
         }
 
     def resume(self, state: dict[str, Any], same_ranks: bool, settle: Callable[[], None]) -> bool:
@@ -150,19 +156,21 @@ class LoaderPosition:
         """
         self.epoch, self.used, self.under_way = state["epoch"], state["used"], False
         self._start, self._next = None, None
+        coins = state.get("coins") if self._is_poisson else None
+        if coins is not None:
+            known = self._sampler.key.resume(coins)
+            self._repeats = known and self._sampler.key.seeded
         if not state["under_way"]:
             return True
         known = state["sampler"] == _name(self._sampler)
         whole = isinstance(self._sampler, _WHOLE)
         replay = known and (same_ranks or whole) and self._can_replay(state["start"])
-        if isinstance(self._sampler, _POISSON):
-            self._sampler.key.at_least({SAMPLING: state["start"].get("pass", -1) + 1})
         self._next = _Resumption(state["used"], state["start"] if replay else None, settle)
         return replay or isinstance(self._sampler, _POISSON)
 
     def _can_replay(self, start: dict[str, Any] | None) -> bool:
-        if isinstance(self._sampler, _POISSON):
-            return start is not None and self._sampler.key.is_of(start)
+        if self._is_poisson:
+            return start is not None and self._repeats and "pass" in start
         sources = self.sources
         system = any(isinstance(source, SystemGenerator) for source in sources)
         return start is not None and not system and len(start["sources"]) == len(sources)
@@ -184,7 +192,7 @@ class LoaderPosition:
         set_torch_state(resumption.start["torch"])
         for source, saved in zip(self.sources, resumption.start["sources"], strict=True):
             source.set_state(saved)
-        if isinstance(self._sampler, _POISSON):
+        if self._is_poisson:
             self._sampler.repeat(resumption.start["pass"])
         first = resumption.start["first"]
         rest = self._from(first, batches())
@@ -205,9 +213,9 @@ class LoaderPosition:
             "torch": torch_state(),
             "sources": [source.get_state() for source in self.sources],
         }
-        if isinstance(self._sampler, _POISSON):
+        if self._is_poisson:
             key = self._sampler.key
-            state |= {"key": key.key.identifier, "pass": key.numbers.get(SAMPLING, 0)}
+            state["pass"] = key.numbers.get(SAMPLING, 0)
         return state
 
 

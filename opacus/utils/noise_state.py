@@ -1,9 +1,9 @@
 """The noise of a run in its one-file checkpoint: its steps go on, and none has its noise again.
 
 Two steps with equal noise are no two private releases: their difference has none. A checkpoint
-holds the name of the run's key and the number of the next step, and no secret. A run that goes on
-from it never goes back to a smaller number, and has another key: unless it is seeded as the saved
-one was, which asks for the noise that the saved run would have had.
+holds the name of the run's key and the number of the next step. A run that goes on from it never
+goes back to a smaller number, and has another key: unless both runs are seeded, which asks for the
+noise that the saved run would have had. The checkpoint of a seeded run therefore holds its key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
     With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
     """
     layout = optimizer._layout
-    if layout.secure_mode or not layout.noise_is_due() or not layout.key.step:
+    if layout.secure_mode or not layout.noise_is_due() or not layout.key.numbers:
         return {}
     return {ENTRY: layout.key.state_dict()}
 
@@ -36,9 +36,9 @@ def restore_noise(
 ) -> None:
     """Go on where :func:`noise_entries` looked, or with a new key.
 
-    A seeded key is kept if the checkpoint was saved with it. If not, or if this process has taken
-    steps that the checkpoint does not know of, it is replaced by one of the operating system. With
-    sharded parameters a collective call.
+    A seeded run goes on with the key of the seeded run that saved the checkpoint. If that was not
+    seeded, or if this process has taken steps that the checkpoint does not know of, its key is
+    replaced by one of the operating system. To be called on all ranks alike.
 
     Args:
         optimizer: The private optimizer.
@@ -55,9 +55,9 @@ def restore_noise(
     back = taken > steps
     entry = saved.get(ENTRY)
     entry = entry if isinstance(entry, Mapping) and "next" in entry else None
-    known = not back and entry is not None and (not key.seeded or key.is_of(entry))
-    key.at_least({NOISE: max(taken, steps), **({} if entry is None else entry["next"])})
-    if known or not (steps or taken):
+    key.at_least({NOISE: max(taken, steps)})
+    known = entry is not None and key.resume(entry)
+    if (known and not back) or not (steps or taken):
         return
     key.renew()
     if key.asked and layout.draws_shared_noise():

@@ -1,5 +1,6 @@
 """The random state of a run: kept in a checkpoint, or replaced by new streams.
 
+That of dropout and of shuffled orders; noise and Poisson sampling have keys (core/privacy/key.py).
 A run that resumes on as many ranks as before continues its streams. On another number of ranks
 they mean something else (a shard has another size, a rank another share of the data), so new ones
 are derived from a secret of the run, the step and the number of ranks. They never repeat earlier
@@ -116,23 +117,6 @@ def set_torch_state(state: Sequence[Tensor]) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1 and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[1])
-
-
-def fits(saved: dict[str, Tensor]) -> bool:
-    """Whether the noise streams of :class:`~opacus.core.privacy.noise.ShardedNoise` can go on."""
-    cuda = any(key.startswith("cuda") for key in saved)
-    return torch.cuda.is_available() or not cuda
-
-
-def on_this_device(saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same streams for the device of this process: after a restart a rank may have another."""
-    moved = {}
-    for key, value in saved.items():
-        device, index = key.rsplit(":", 1)
-        if device.startswith("cuda"):
-            device = f"cuda:{torch.cuda.current_device()}"
-        moved[f"{device}:{index}"] = value
-    return moved
 
 
 def _as_tuples(value: Any) -> Any:

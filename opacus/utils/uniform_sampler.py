@@ -61,15 +61,14 @@ class Coins:
         streams = key.stream(SAMPLING, name), key.stream(f"{SAMPLING} by gaps", name)
         return cls(*streams, number, key.secure)
 
-    def words(self, start: int, end: int) -> NDArray[np.uint32]:
-        """A word for each of the items ``start`` to ``end - 1``."""
+    def words(self, start: int, end: int) -> Tensor:
+        """A word, int64 in [0, 2^32), for each of the items ``start`` to ``end - 1``."""
         return words_between(start, end, self.key, self.number, self.secure)
 
     def uniforms(self, start: int, end: int) -> Tensor:
         """The fp64 variates in [0, 1) number ``start`` to ``end - 1``, for gaps."""
         words = words_between(2 * start, 2 * end, self.gaps, self.number, self.secure)
-        whole = words.view(np.uint64) if words.flags.c_contiguous else words.copy().view(np.uint64)
-        return torch.from_numpy((whole >> np.uint64(11)).astype(np.float64)).mul_(2.0**-53)
+        return ((words[1::2] << 21) | (words[::2] >> 11)).double().mul_(2.0**-53)
 
 
 def poisson_draw(
@@ -94,12 +93,12 @@ def poisson_draw(
     if large or sample_rate < _LOW_RATE:
         return _draw_by_gaps(num_samples, sample_rate, coins)
     # Rounded down to the grid of the words: a plain comparison would round it up.
-    threshold = np.uint64(math.floor(sample_rate * 2.0**32))
+    threshold = math.floor(sample_rate * 2.0**32)
     chosen = []
     for start in range(0, num_samples, _PIECE):
         words = coins.words(start, min(num_samples, start + _PIECE))
-        chosen.append(np.flatnonzero(words < threshold) + start)
-    return torch.from_numpy(np.concatenate(chosen))
+        chosen.append((words < threshold).nonzero().view(-1) + start)
+    return torch.cat(chosen)
 
 
 def _draw_by_gaps(num_samples: int, sample_rate: float, coins: Coins) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.kernels.norms.choice import triton_is_installed
+from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.step import auto
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import wrap_model

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.kernels.noise.draw import Draw
 from opacus.core.privacy import noise as noise_module
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint, read_extra
@@ -29,6 +30,9 @@ from tests.distributed_utils import DistributedTestError, run_distributed
 SAMPLES, BATCH, EPOCHS = 40, 8, 2
 STEPS = SAMPLES // BATCH
 DELTA = 1e-3
+
+
+pytestmark = pytest.mark.usefixtures("reproducible")
 
 
 class Run:
@@ -280,20 +284,21 @@ def test_a_clipping_norm_that_training_moves_is_restored(tmp_path: Path) -> None
 # --- another number of ranks: the same epsilon, and nothing drawn twice ---
 
 
-ADD_NOISE = noise_module._add_noise
+ADD_GAUSSIAN = noise_module.add_gaussian
 
 
 def spy_on_noise() -> list[float]:
     """Some of the standard normal variates that this rank draws from now on."""
     seen: list[float] = []
 
-    def spy(std: float, shards: list[Tensor], stream: torch.Generator) -> None:
-        count = min(8, sum(shard.numel() for shard in shards))  # a rank's shards may be empty
-        copy = torch.Generator().set_state(stream.get_state())
-        seen.extend(torch.empty(count).normal_(generator=copy).tolist())
-        ADD_NOISE(std, shards, stream)
+    def spy(std: float, draws: list[Draw], step: int, secure: bool = False) -> None:
+        for draw in draws[:2]:
+            alone = torch.zeros(draw.region.size)
+            ADD_GAUSSIAN(1.0, [draw._replace(source=alone, target=alone)], step, secure)
+            seen.extend(alone[:8].tolist())
+        ADD_GAUSSIAN(std, draws, step, secure)
 
-    noise_module._add_noise = spy
+    noise_module.add_gaussian = spy
     return seen
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.record import recorder
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests import oracle
 from tests.distributed_utils import run_distributed
@@ -219,9 +220,14 @@ def test_indices_computed_in_the_model(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_indices_whose_origin_is_unknown(mode: str) -> None:
-    """Accepted once a batch of another size has shown that their rows are samples."""
+def test_indices_whose_origin_is_unknown(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is followed: a batch of another size shows that their rows are samples."""
     square, other = token_batch(B, B), token_batch(B - 1, B)
+    model = seeded(ReversedTokens)
+    run = private(model, mode)
+    step(run, *square)
+    assert_close(gradients(model), want(seeded(ReversedTokens), *square, 0))
+    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
     model = seeded(ReversedTokens)
     run = private(model, mode)
     with pytest.raises(ValueError, match=r"'tokens' \(Embedding\).*batch of another size"):

@@ -34,12 +34,7 @@ def clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def without_change(model: nn.Module) -> None:
-    """As a Trainer does with max_grad_norm=1.0 where the norm is smaller: a factor 1."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
-CHANGES = [replace, multiply, multiply_all, add_a_loss, clip, without_change]
+CHANGES = [replace, multiply, multiply_all, add_a_loss, clip]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -99,7 +94,9 @@ def test_reading_zeros_and_changes_after_the_step_are_fine(mode: str, to_none: b
         optimizer.zero_grad(set_to_none=to_none)
         criterion(wrapped(inputs), targets).backward()
         for parameter in model.parameters():
-            assert parameter.grad.norm() > 0 and parameter.grad.clone() is not parameter.grad
+            assert parameter.grad.norm() > 0
+        # A factor 1, by which a Trainer reads the norm.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
         optimizer.step()
         check(model, expected)
         multiply_all(model)

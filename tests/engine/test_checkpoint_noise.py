@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,52 @@ def test_a_file_without_a_state(own: bool, tmp_path: Path) -> None:
     assert not repeats(first, resumed.train(2))
 
 
-def test_another_kind_of_generator(tmp_path: Path) -> None:
+def test_a_run_with_another_seed_goes_on_with_the_saved_key(tmp_path: Path) -> None:
     run = Run(model(), "hooks", own=True)
-    run.train(1)
+    first = run.train(1)
     run.save(tmp_path / "run.pt")
-    with pytest.warns(UserWarning, match=NEW_SEED):
-        Run(model(), "hooks", own=False).load(tmp_path / "run.pt")
+    rest = run.train(2)
+    resumed = Run(model(), "hooks", own=False)
+    resumed.load(tmp_path / "run.pt")
+    again = resumed.train(2)
+    torch.testing.assert_close(again, rest)
+    assert not repeats(first, again)
+
+
+def test_runs_without_a_seed_never_share_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds no key; two runs that go on from it have their own."""
+    monkeypatch.setenv("OPACUS_REPRODUCIBLE", "0")
+    run = Run(model(), "hooks", own=False)
+    first = run.train(2)
+    run.save(tmp_path / "run.pt")
+    assert "secret" not in torch.load(tmp_path / "run.pt")["noise_generator"]
+    runs = [run, *(Run(model(), "hooks", own=False) for _ in range(2))]
+    for one in runs[1:]:
+        assert one.load(tmp_path / "run.pt") and one.optimizer._layout.key.step == 2
+    rest = [one.train(2) for one in runs]
+    for a, b in itertools.combinations([first, *rest], 2):
+        assert not repeats(a, b)
+
+
+@pytest.mark.parametrize("made_private_first", [True, False])
+def test_loading_the_model_alone_does_not_start_the_noise_again(
+    made_private_first: bool, tmp_path: Path
+) -> None:
+    run = Run(model(), "hooks")
+    first = run.train(2)
+    run.engine.save_checkpoint(path=tmp_path / "model.pt", module=run.module)
+    resumed = Run(model(), "hooks")
+    if made_private_first:
+        resumed.engine.load_checkpoint(path=tmp_path / "model.pt", module=resumed.module)
+    else:
+        engine = resumed.engine
+        engine.load_checkpoint(path=tmp_path / "model.pt", module=model())
+        optimizer = resumed.optimizer
+        engine._prepare_noise(optimizer, resumed.module)
+    assert resumed.optimizer._layout.key.step == 2
+    assert not repeats(first, resumed.train(2))
 
 
 def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path) -> None:

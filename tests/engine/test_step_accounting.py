@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
@@ -156,3 +158,26 @@ def test_accountant_that_refuses_stops_the_release(mode: str) -> None:
         step(model, optimizer, criterion)
     assert all(p.grad is None and p.summed_grad is None for p in optimizer.params)
     assert torch.equal(weight, model._module.weight)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("mode", MODES)
+def test_state_dict_of_a_new_optimizer_takes_no_step(mode: str, kind: Any) -> None:
+    engine = PrivacyEngine()
+    model = nn.Linear(6, 3)
+    plain = kind(model.parameters(), lr=0.1)
+    wrapped, optimizer, criterion, _ = private(mode, engine, module=model, optimizer=plain)
+    before = copy.deepcopy(model.state_dict())
+    _, state = get_state_dict(model, optimizer)
+    assert len(engine.accountant) == 0 and optimizer.param_groups[0]["lr"] == 0.1
+    assert all(not s["exp_avg"].any() for s in plain.state.values())
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    set_state_dict(model, optimizer, model_state_dict=before, optim_state_dict=state)
+    assert len(engine.accountant) == 0
+    for _ in range(2):
+        optimizer.zero_grad()
+        criterion(wrapped(torch.randn(4, 6)), torch.zeros(4).long()).backward()
+        optimizer.step()
+    assert len(engine.accountant) == 2
+    get_state_dict(model, optimizer)
+    assert len(engine.accountant) == 2

@@ -41,7 +41,13 @@ def gpt2_with_adapters(tied: bool) -> nn.Module:
 
 
 def run_trainer(
-    folder: Path, mode: str, wrap: bool, *, tied: bool = True, accumulate: int = 1
+    folder: Path,
+    mode: str,
+    wrap: bool,
+    *,
+    tied: bool = True,
+    accumulate: int = 1,
+    max_grad_norm: float = 0.0,
 ) -> tuple[PrivacyEngine, Any, bool]:
     """Trainer over the private loader and optimizer; whether the adapters moved."""
     transformers = pytest.importorskip("transformers")
@@ -72,6 +78,7 @@ def run_trainer(
     arguments = transformers.TrainingArguments(
         str(folder), num_train_epochs=2, report_to=[], use_cpu=True, save_strategy="steps",
         save_steps=4, logging_steps=2, disable_tqdm=True, gradient_accumulation_steps=accumulate,
+        max_grad_norm=max_grad_norm,
     )  # fmt: skip
     trainer = Private(
         model=out[0] if wrap else model,
@@ -93,6 +100,14 @@ def test_trainer(tmp_path: Path, mode: str, wrap: bool) -> None:
     assert (tmp_path / "checkpoint-4").is_dir()
     if not wrap:
         assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_trainers_own_clipping_is_refused(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(RuntimeError, match=r"changed or added .* set max_grad_norm=0"):
+        run_trainer(tmp_path, mode, wrap=False, max_grad_norm=1e-3)
+    engine, trainer, moved = run_trainer(tmp_path, "hooks", wrap=False, max_grad_norm=1e-3)
+    assert moved and len(engine.accountant) == trainer.state.global_step
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])

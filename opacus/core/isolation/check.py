@@ -22,9 +22,10 @@ Note [What is switched off]
 
 Note [When]
     At the first step; at the first batch of a new structure (see
-    :func:`~opacus.core.isolation.unit_slices.structure`), as often as a share of all steps allows; and
-    every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the number of
-    steps, and for a new structure by meeting in the store, where only ranks go that see one.
+    :func:`~opacus.core.isolation.unit_slices.structure`), as often as a share of all steps
+    allows; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
+    number of steps, and for a new structure by meeting in the store, where only ranks go that
+    see one.
 
 Note [What is not seen]
     A loss that the model and our criterion do not compute (``hooks``): only its gradient is
@@ -34,213 +35,33 @@ Note [What is not seen]
 
 from __future__ import annotations
 
-import math
-import random
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from opacus.core.isolation.losses import Criterion, batch_mean, coupled_loss
-from opacus.core.isolation.probe import Difference, Incomparable, Probe, Start, coarsest_dtype
-from opacus.core.isolation.unit_slices import UnitRows, fitted, number_of_units, structure
+from opacus.core.isolation.losses import Criterion, coupled_loss
+from opacus.core.isolation.probe import Difference, IncomparableError, Probe, coarsest_dtype
+from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
+from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
+from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.ranks.meeting import Meetings, ranks_with
 from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.record.recorder import Recorder
 
 VARIABLE = "OPACUS_ISOLATION_CHECK"
-# Most units that are run together, and elements of inputs that are copied for the check.
-TOGETHER = 8
-COPIED_ELEMENTS = 1 << 24
-_NARROW = (torch.float16,)
+_ELSEWHERE = (
+    "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
+    "was released"
+)
 
 
 class IsolationError(RuntimeError):
     """A unit's gradient depends on other units of its batch. Nothing of the batch is released."""
-
-
-class Watch:
-    """A forward pass of the model that will be checked: its arguments, and what came back.
-
-    Args:
-        inputs: ``(args, kwargs)`` of the model.
-        rows: Where these have their units.
-        key: The structure of the batch.
-        shared: Whether the gradient of a scalar output is that of a mean, over units.
-        notice: Told of a loss that is a mean over more than samples.
-    """
-
-    def __init__(
-        self,
-        inputs: Any,
-        rows: UnitRows,
-        key: Hashable,
-        shared: bool,
-        notice: Callable[[str], None] | None,
-    ) -> None:
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        small = sum(t.numel() for t in tensors) <= COPIED_ELEMENTS
-        self.inputs = _copied(inputs) if small else inputs
-        self.rows = rows
-        self.key = key
-        self.shared = shared
-        self.received = False
-        self.usable = True  # whether there is a gradient that is finite
-        self.chosen: list[int] = []
-        self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
-        self.scalars: dict[int, Tensor] = {}
-        self.contexts = _autocast_states()
-        self._versions = [] if small else [(t, t._version) for t in tensors]
-        self._notice = notice
-        self._places: list[int] = []
-        self._outputs: list[Tensor] = []
-
-    def unchanged(self) -> bool:
-        """Whether the inputs are what the model was called with."""
-        return all(t._version == version for t, version in self._versions)
-
-    def gate(self, output: Any) -> Any:
-        """``output`` of the model, whose gradient will be noted."""
-        leaves, tree = tree_flatten(output)
-        self._places = [i for i, o in enumerate(leaves) if _differentiable(o)]
-        if not self._places:
-            return output
-        gated = _Gate.apply(self, *[leaves[i] for i in self._places])
-        for place, tensor in zip(self._places, gated, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, tree)
-
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """The gradients of the outputs have come, for the first time."""
-        if self.received:
-            return
-        self.received = True
-        units = self.rows.units
-        if (
-            self._notice is not None
-            and (said := batch_mean(grads, _Gate._backward_cls)) is not None
-        ):
-            self._notice(said)
-        own: dict[int, Tensor] = {}
-        for place, grad in zip(self._places, grads, strict=True):
-            if grad is None:
-                continue
-            if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
-                self.scalars[place] = grad.detach().reshape(())
-                continue
-            front = self.rows.front(grad.detach())
-            if units and len(front) % units == 0:
-                own[place] = front.reshape(units, -1, *front.shape[1:])
-            elif units:
-                self.chosen = []
-                return  # an output that is not made of units
-        if not units:
-            return
-        norms = torch.zeros(units, dtype=torch.float64)
-        for grad in own.values():
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            norms += (
-                torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide).double().cpu() ** 2
-            )
-        scalars = [float(s.double().abs()) for s in self.scalars.values()]
-        finite = torch.isfinite(norms)
-        total = float(norms[finite].sum()) + sum(scalars)
-        self.usable = math.isfinite(total) and total > 0 and bool(finite.any())
-        self.chosen = _choose(norms.tolist(), min(self._count(), int(finite.sum())))
-        for place, grad in own.items():
-            kept = grad if len(self.chosen) == units else grad[self.chosen]
-            large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
-            self.cotangents[place] = kept.cpu() if large else kept
-        self._level()
-
-    def _level(self) -> None:
-        """Bring gradients to a size at which half precision has most digits, all alike."""
-        every = [*self.cotangents.values(), *self.scalars.values()]
-        if not every or all(t.dtype not in _NARROW for t in every):
-            return
-        largest = max(float(t.abs().max()) if t.numel() else 0.0 for t in every)
-        if largest > 0:
-            factor = 2.0 ** -math.frexp(largest)[1]
-            self.cotangents = {p: t * factor for p, t in self.cotangents.items()}
-            self.scalars = {p: t * factor for p, t in self.scalars.items()}
-
-    def _count(self) -> int:
-        """How many units are run together: no size of the inputs, so that it means units."""
-        units = self.rows.units
-        sizes = {s for t in tree_leaves(self.inputs) if isinstance(t, Tensor) for s in t.shape[1:]}
-        most = min(units, TOGETHER)
-        return next((n for n in range(most, 1, -1) if n not in sizes), most)
-
-
-class _Gate(torch.autograd.Function):
-    """Identity on the model's outputs, which tells a watch the gradients that come back."""
-
-    @staticmethod
-    def forward(ctx: Any, watch: Watch, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.watch = watch
-        ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        with torch.no_grad():
-            ctx.watch.receive(grads)
-        return (None, *grads)
-
-
-class _WatchedRuns:
-    """Runs the model on units of a watched batch; see :class:`~opacus.core.isolation.probe.Runs`."""
-
-    def __init__(self, model: nn.Module, watch: Watch, made_up: int = 0) -> None:
-        self.model = model
-        self.watch = watch
-        self.made_up = made_up
-        self.rows = watch.rows
-
-    @property
-    def count(self) -> int:
-        return self.made_up or len(self.watch.chosen)
-
-    def unit(self, place: int) -> int:
-        return self.watch.chosen[place] if self.watch.chosen else place
-
-    def start(self, places: Sequence[int]) -> Start:
-        watch = self.watch
-        if self.made_up:
-            args, kwargs = self.rows.made_up(watch.inputs, len(places))
-        else:
-            rows = [watch.chosen[place] for place in places]
-            args, kwargs = self.rows.select(watch.inputs, rows)
-        with ExitStack() as stack:
-            for context in watch.contexts:
-                stack.enter_context(torch.autocast(**context))
-            output = self.model(*args, **kwargs)
-        leaves = tree_leaves(output)
-        if self.made_up:
-            used = [leaf for leaf in leaves if _differentiable(leaf) and leaf.requires_grad]
-            return used, [torch.ones_like(leaf) for leaf in used]
-        tensors, grads = [], []
-        for place, gradient in watch.scalars.items():
-            share = len(places) / self.rows.units if watch.shared else 1.0
-            tensors.append(_output(leaves, place, 0))
-            grads.append((gradient * share).to(tensors[-1]).reshape(tensors[-1].shape))
-        for place, cotangent in watch.cotangents.items():
-            leaf = _output(leaves, place, cotangent.dim() - 1)
-            each = cotangent.shape[1]
-            own = UnitRows(len(places) * each, self.rows.batch_first)
-            if own.dim(leaf) is None:
-                raise Incomparable("its outputs have no row for each sample")
-            index = torch.tensor(list(places), device=cotangent.device)
-            front = own.front(leaf)
-            tensors.append(front)
-            grads.append(fitted(cotangent[index].flatten(0, 1), front))
-        return tensors, grads
 
 
 @dataclass
@@ -346,7 +167,7 @@ class Isolation:
     # --- in the forward pass ---
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or under_functorch():
             return
         self._watch = None
         recorder = self.recorder
@@ -431,49 +252,66 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
+    def check_loss(self, model: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
+        """See :func:`opacus.check_isolation`."""
+        units = number_of_units(batch, None, self.batch_first)
+        rows = UnitRows(units or 0, self.batch_first)
+        if not units or units < 2 or not rows.divides(batch):
+            raise ValueError(
+                "batch must hold at least two samples, in the first dimension of tensors (with "
+                "batch_first=False in the second), to compare them"
+            )
+        if not self.model.training:
+            raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
+        runs = LossRuns(model, batch, rows, loss, self.shared)
+        try:
+            found = self._probe.run(runs, coarsest_dtype(self.model))
+        except IncomparableError as reason:
+            raise ValueError(f"the model cannot be checked: {reason}") from None
+        if self._any_rank(bool(found)):
+            text = _explained(found[0], self.model, runs.count) if found else _ELSEWHERE
+            raise IsolationError(text)
+
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
         runs = self._runs(watch)
-        if not self._any_rank(runs is not None and watch.received):
-            return refusal
-        if runs is None:
+        if not self._any_rank(runs is not None and bool(watch.received)) or runs is None:
             return refusal
         found: list[Difference] = []
         try:
             found = self._probe.run(runs, self._dtype(watch))
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(_WatchedRuns(self.model, watch), self._dtype(watch))
-        except Incomparable as reason:
+                found = self._probe.run(WatchedRuns(self.model, watch), self._dtype(watch))
+        except IncomparableError as reason:
             self._warn(
                 f"whether a sample's gradient depends on the other samples of its batch cannot be "
                 f"checked for this model: {reason}. See opacus.check_isolation"
             )
         if found and not runs.made_up:
-            refusal = refusal or _explained(found[0], self.model, watch)
-        if self._any_rank(refusal is not None):
-            return refusal or (
-                "another rank found that a sample's gradient depends on other samples of its batch"
+            refusal = refusal or _explained(
+                found[0], self.model, len(watch.chosen), bool(watch.scalars)
             )
+        if self._any_rank(refusal is not None):
+            return refusal or _ELSEWHERE
         self.schedule.note(watch.key)
         return None
 
-    def _runs(self, watch: Watch) -> _WatchedRuns | None:
+    def _runs(self, watch: Watch) -> WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""
-        if self.ranks is None:
-            usable = watch.received and watch.usable and watch.unchanged()
-            if not usable or not self.model.training:
-                return None
-            if not watch.chosen or not watch.rows.divides(watch.inputs):
-                self.schedule.note(watch.key)
-                self._warn(
-                    "whether a sample's gradient depends on the other samples of its batch cannot "
-                    "be checked: the model's inputs or outputs have no row for each sample"
-                )
-                return None
-            return _WatchedRuns(self.model, watch)
-        usable = watch.usable and bool(watch.chosen) and watch.unchanged()
-        return _WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+        usable = watch.prepare()
+        if self.ranks is not None:
+            return WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+        if not usable or not self.model.training:
+            return None
+        if not watch.divided or not watch.rows.divides(watch.inputs):
+            self.schedule.note(watch.key)
+            self._warn(
+                "whether a sample's gradient depends on the other samples of its batch cannot be "
+                "checked: the model's inputs or outputs have no row for each sample"
+            )
+            return None
+        return WatchedRuns(self.model, watch)
 
     def _dtype(self, watch: Watch) -> torch.dtype:
         also = [c["dtype"] for c in watch.contexts if c["enabled"]]
@@ -495,11 +333,11 @@ class Isolation:
         return {**self.__dict__, "_watch": None, "_pending": [], "_refusal": None}
 
 
-def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
+def _explained(found: Difference, model: nn.Module, together: int, scalars: bool = False) -> str:
     """The message of a difference, with its likely causes."""
     end = "Nothing was released."
     if found.unit < 0:
-        return f"in a run on {len(watch.chosen)} samples of the batch: {found.where}. {end}"
+        return f"in a run on {together} samples of the batch: {found.where}. {end}"
     if found.recomputed:
         return (
             f"two backward passes over the same forward pass differ, at {found.where}: norm "
@@ -511,7 +349,7 @@ def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
     causes = []
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         causes.append("batch statistics (batch normalisation)")
-    if watch.scalars:
+    if scalars:
         causes.append("a mean over the tokens of the batch in the model's own loss")
         causes.append("a load-balancing loss")
     causes += [
@@ -524,50 +362,7 @@ def _explained(found: Difference, model: nn.Module, watch: Watch) -> str:
     ]
     return (
         f"the gradient of sample {found.unit} is not its own, first at {found.where}: its norm is "
-        f"{found.together:.4g} in a batch of {len(watch.chosen)} and {found.alone:.4g} alone, so "
-        f"clipping does not bound what the sample contributes. {end} Likely causes: "
+        f"{found.together:.4g} in a batch of {together} and {found.alone:.4g} alone, so "
+        f"what is clipped is not what the sample contributes. {end} Likely causes: "
         f"{'; '.join(dict.fromkeys(causes))}"
     )
-
-
-def _choose(norms: list[float], count: int) -> list[int]:
-    """Units to be run: those with the largest and smallest gradients, and others."""
-    finite = [i for i, norm in enumerate(norms) if math.isfinite(norm)]
-    if len(finite) <= count:
-        return finite
-    order = sorted(finite, key=lambda i: (norms[i] == 0, norms[i]))
-    ends = [max(finite, key=lambda i: norms[i]), order[0]][:count]
-    others = [i for i in finite if i not in ends]
-    return ends + random.Random(len(norms)).sample(others, count - len(ends))
-
-
-def _output(leaves: list[Any], place: int, dims: int) -> Tensor:
-    leaf = leaves[place] if place < len(leaves) else None
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad or (dims and leaf.dim() != dims):
-        raise Incomparable("its outputs are others for other numbers of samples")
-    return leaf
-
-
-def _copied(inputs: Any) -> Any:
-    leaves, tree = tree_flatten(inputs)
-    copies = [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if type(leaf) is Tensor else leaf
-        for leaf in leaves
-    ]
-    return tree_unflatten(copies, tree)
-
-
-def _autocast_states() -> list[dict[str, Any]]:
-    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    return [
-        {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-        }
-        for kind in kinds
-    ]
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

@@ -97,7 +97,8 @@ def _compare(
     """Empty if all losses agree, ``None`` if the criterion cannot be called like this."""
     for place in sorted(places):
         try:
-            losses = [criterion(*samples.one(place), 1) for _ in range(2)]
+            args, kwargs = samples.one(place)
+            losses = [criterion(args, kwargs, 1) for _ in range(2)]
             alone, again = (loss.detach().double().reshape(()) for loss in losses)
         except RUN_ERRORS:
             return None
@@ -111,7 +112,7 @@ def _compare(
     return ""
 
 
-def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
+def batch_mean(grad: Tensor, end: type) -> str | None:
     """In a running backward pass: whether the loss is a mean over more than samples.
 
     The normaliser of such a mean is a sum over the batch (of tokens that count, of class
@@ -119,7 +120,7 @@ def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
     over positions of which each sample has as many, is fine.
 
     Args:
-        grads: The gradients ``[B, ...]`` that the model's outputs got.
+        grad: The gradient ``[B, ...]`` that an output of the model got.
         end: The nodes at which the model ends.
 
     Returns:
@@ -131,7 +132,7 @@ def batch_mean(grads: Sequence[Tensor | None], end: type) -> str | None:
             continue
         if _has_weight(node):
             return "a mean over class weights (CrossEntropyLoss(weight=...), NLLLoss(weight=...))"
-        if any(g is not None and _uneven(g) for g in grads):
+        if _uneven(grad):
             return "a mean over the tokens of the batch, of which samples have different numbers"
     return None
 

@@ -6,6 +6,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ Start = tuple[list[Tensor], list[Tensor]]
 Norms = dict[str, list[float]]
 
 
-class Incomparable(Exception):
+class IncomparableError(Exception):
     """Units cannot be compared; says why."""
 
 
@@ -100,11 +101,14 @@ class Probe:
             dtype: The coarsest type that it computes in.
 
         Raises:
-            Incomparable: The model cannot be run on single units, or draws random numbers
+            IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
         tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
-        with undisturbed(self._model):
+        with ExitStack() as stack:
+            for other in self._recorder.others():
+                stack.enter_context(other.paused())
+            stack.enter_context(undisturbed(self._model))
             found = self._run_again(runs, tolerance) if self._twice else []
             if self._any_rank(bool(found)):
                 return found
@@ -116,7 +120,9 @@ class Probe:
             together = self._tapped(runs, range(runs.count))
         except RUN_ERRORS as error:
             if not _is_ours(error):
-                raise Incomparable(f"it cannot be run on {runs.count} samples: {error}") from error
+                raise IncomparableError(
+                    f"it cannot be run on {runs.count} samples: {error}"
+                ) from error
             together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
         else:
             refusal = []
@@ -136,7 +142,7 @@ class Probe:
             again = self._alone(runs, chosen[number])
             random = self._differences(0, alone[number], again, tolerance)
             if self._any_rank(bool(random)):
-                raise Incomparable("it draws random numbers of its own, other ones each time")
+                raise IncomparableError("it draws random numbers of its own, other ones each time")
         return [difference for _, difference in differing]
 
     def _run_again(self, runs: Runs, tolerance: float) -> list[Difference]:
@@ -187,7 +193,7 @@ class Probe:
         try:  # some models need more than one row (batch norm, for one): twice the same
             return self._one(runs, [place, place])
         except RUN_ERRORS:
-            raise Incomparable(f"it cannot be run on one sample: {reason}") from None
+            raise IncomparableError(f"it cannot be run on one sample: {reason}") from None
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
         if not self._plain:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 # Buffers up to so many elements are put back if a run has changed them.
 BUFFER_ELEMENTS = 1 << 24
@@ -70,7 +69,7 @@ def _attributes(model: nn.Module) -> Iterator[None]:
 def _buffers(model: nn.Module) -> Iterator[None]:
     tables = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
     kept = [
-        (b, b._version, b.detach().clone())
+        (b, b.detach().clone())
         for b in model.buffers()
         if type(b) is Tensor and b.numel() <= BUFFER_ELEMENTS and not b.is_inference()
     ]
@@ -81,8 +80,8 @@ def _buffers(model: nn.Module) -> Iterator[None]:
             table.clear()
             table.update(values)
         with torch.no_grad():
-            for buffer, version, value in kept:
-                if buffer._version != version:
+            for buffer, value in kept:
+                if not torch.equal(buffer, value):  # batch norm leaves the version as it is
                     buffer.copy_(value)
 
 
@@ -100,51 +99,55 @@ def _gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout does nothing, whether a module or a function does it."""
-    drops = [
-        module
-        for module in model.modules()
-        if "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
-    ]
-    before = [module.training for module in drops]
-    for module in drops:
-        module.training = False
+    """Dropout does nothing, whether a module or a function does it, in recomputations too.
+
+    Functions are replaced where torch looks them up: a ``TorchFunctionMode`` would not reach
+    what a checkpoint computes again in the backward pass.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            drops = "drop" in type(module).__name__.lower()
+            if drops and next(module.parameters(), None) is None:
+                stack.enter_context(_replaced(module, "training", False))
+        for owner in (torch, torch._VF):  # type: ignore[attr-defined]
+            for name in _DROPS:
+                stack.enter_context(_replaced(owner, name, _unchanged))
+        attention = _never_dropping(F.scaled_dot_product_attention)
+        stack.enter_context(_replaced(F, "scaled_dot_product_attention", attention))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
     try:
-        with _NoDropout():
-            yield
+        yield
     finally:
-        for module, training in zip(drops, before, strict=True):
-            module.training = training
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
-class _NoDropout(TorchFunctionMode):
-    """Makes the functions of torch that drop elements return what they are given."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPS:
-            return args[0] if args else kwargs["input"]
-        if func in _WITH_PROBABILITY:
-            place = _WITH_PROBABILITY[func]
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
+def _unchanged(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input
 
 
-_DROPS = frozenset(
-    (
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-        torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_,
-        torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
-        torch.feature_alpha_dropout_,
-    )
-)  # fmt: skip
-# Functions with an argument `dropout_p`, and its place.
-_WITH_PROBABILITY: dict[Any, int] = {
-    F.scaled_dot_product_attention: 4,
-    F.multi_head_attention_forward: 10,
-}
+def _never_dropping(attention: Any) -> Any:
+    def run(query: Any, key: Any, value: Any, *more: Any, **kwargs: Any) -> Any:
+        if len(more) > 1:
+            more = (more[0], 0.0, *more[2:])
+        elif "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return attention(query, key, value, *more, **kwargs)
+
+    return run
+
+
+_ABSENT = object()
+_DROPS = tuple(
+    name + ending
+    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+    for ending in ("", "_")
+)

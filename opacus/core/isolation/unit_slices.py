@@ -78,10 +78,17 @@ class UnitRows:
 
         return tree_map_only(Tensor, fill, inputs)
 
-    def front(self, tensor: Tensor) -> Tensor:
-        """An output ``[units * m, ...]`` with its rows in dimension 0."""
-        dim = self.dim(tensor)
-        return tensor.movedim(dim, 0) if dim else tensor
+    def output_dim(self, output: Tensor) -> int | None:
+        """The dimension of an output that counts units, or m rows for each unit, if it is one.
+
+        In a time-major model ``[units, units]`` is taken for the output of a head.
+        """
+        if _is_square(output, self.units):
+            return 0
+        dim = self.dim(output)
+        if dim is None and output.dim() and self.units and output.shape[0] % self.units == 0:
+            return 0
+        return dim
 
     def _cut(self, tensor: Tensor) -> int | None:
         if not self.squares and _is_square(tensor, self.units):
@@ -106,7 +113,7 @@ def structure(inputs: Any, units: int, *, sizes: bool, training: bool) -> Hashab
             dims = tuple("n" if s == units else "1" if s == 1 else "*" for s in leaf.shape)
             parts.append((leaf.dtype, dims if sizes else len(dims)))
         else:
-            parts.append(leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf))
+            parts.append(leaf if isinstance(leaf, (bool, str)) else type(leaf).__name__)
     return (repr(tree), tuple(parts), training, units > 1 if sizes else None)
 
 

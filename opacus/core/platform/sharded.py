@@ -19,6 +19,11 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_of(tensor: Any) -> Any:
+    """This rank's shard of a DTensor; another tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
     """Whether ``fully_shard`` was applied to a module."""
     return is_fsdp_class(type(module))

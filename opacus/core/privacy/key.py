@@ -133,12 +133,30 @@ class RunKey:
         self._derived.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The key's name and the next numbers: nothing of this is secret."""
-        return {"key": self.key.identifier, "next": self.numbers}
+        """The key's public name and the next numbers; the secret only if it comes from a seed."""
+        state: dict[str, Any] = {"key": self.key.identifier, "next": self.numbers}
+        return {**state, "secret": self.key.secret.hex()} if self.seeded else state
 
-    def is_of(self, state: dict[str, Any]) -> bool:
-        """Whether a :meth:`state_dict` was taken with this key."""
-        return bool(state.get("key") == self.key.identifier)
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Give out no number that a saved run has had, and have its key if both are seeded.
+
+        A key from the operating system is never continued: a second run from the same checkpoint
+        would draw the same noise for other sums.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Returns:
+            Whether the random numbers are what was asked for: those of the saved run, or new ones.
+        """
+        self.at_least(state["next"])
+        if not self.asked:
+            return True
+        if "secret" not in state:
+            return False
+        self._key, self.seeded = Key(bytes.fromhex(state["secret"])), True
+        self._derived.clear()
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the secret: two copies would draw the same noise for different sums."""

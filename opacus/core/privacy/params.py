@@ -54,7 +54,16 @@ class PrivacyParams:
     def noise_multiplier(self, value: float) -> None:
         if not value >= 0 or math.isinf(value):
             raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}")
+        if self._max_grad_norm:
+            self._check_finite(value, [self._max_grad_norm])
         self._noise_multiplier = value
+
+    def _check_finite(self, noise_multiplier: float, norms: list[float]) -> None:
+        if noise_multiplier > 0 and not all(map(math.isfinite, norms)):
+            raise ValueError(
+                "max_grad_norm must be finite where noise_multiplier is not 0: the noise of an "
+                f"infinite one is infinite; got {norms} and {noise_multiplier!r}"
+            )
 
     @property
     def max_grad_norm(self) -> float:
@@ -67,6 +76,7 @@ class PrivacyParams:
         norms = [float(n) for n in value] if isinstance(value, Sequence) else [float(value)]
         if not norms or not all(norm > 0 for norm in norms):
             raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
+        self._check_finite(self._noise_multiplier, norms)
         if several:
             self.max_grad_norms = norms
         elif self.max_grad_norms is not None:

@@ -34,6 +34,28 @@ class Generation:
     recomputed: set[str] = field(default_factory=set)
     begun: bool = False
     waiting: weakref.WeakSet[Waiting] = field(default_factory=weakref.WeakSet)
+    calls: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+    reached: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+
+    def join(self, forward_pass: ForwardPass) -> int:
+        """A backward pass reaches one of several calls of the model.
+
+        Returns:
+            How many calls have been reached.
+
+        Raises:
+            ValueError: They are of different batches.
+        """
+        self.reached.add(forward_pass)
+        sizes = sorted({call.batch for call in self.reached if call.batch is not None})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"one backward pass reaches forward passes on {' and '.join(map(str, sizes))} "
+                "samples: row i of each was to be the same sample, so what belongs to one sample "
+                "is unknown. Call the model once on all samples, or backward() and step() for "
+                "each batch"
+            )
+        return len(self.reached)
 
     def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
         return Generation, ()  # copies and pickles of a model start afresh
@@ -47,6 +69,7 @@ class ForwardPass:
         batch: Number of samples, if the model's inputs agree on one.
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
         ordinary: Names of parameters that an ordinary loss has run backward through.
+        made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
     """
 
     generation: Generation
@@ -54,6 +77,7 @@ class ForwardPass:
     sizes: frozenset[int] = frozenset()
     rows: dict[str, int] = field(default_factory=dict)
     ordinary: tuple[str, ...] = ()
+    made_up: bool = False
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""

@@ -25,6 +25,7 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ from opacus.core.platform.torch_internals import (
     under_functorch,
 )
 from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
+from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
@@ -60,6 +62,8 @@ from opacus.core.record.whole import LoneSample, WholeUse, only_whole
 from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -97,10 +101,15 @@ class Recorder:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.follower = Follower()
         self._follows = False  # whether the follower has to be asked about layers now
+        # Units of layers that ran without gradients, as reentrant checkpoints let them.
+        self._hidden: dict[str, list[Units | None]] = {}
         self.repeats = RepeatCheck()
         self._current: ForwardPass | None = None
+        self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
+        # Number of losses of the backward pass that runs, where it is known.
+        self.losses: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
@@ -136,6 +145,13 @@ class Recorder:
     def uses(self) -> list[str]:
         """Names of the layers that ran over the latest batch rows, in the order of first use."""
         return list(self._generation.uses)
+
+    def others(self) -> list[Recorder]:
+        """Recorders of other private models that have layers of this one."""
+        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
+        return [r for r in found if isinstance(r, Recorder) and r is not self]
 
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
@@ -195,9 +211,10 @@ class Recorder:
         elsewhere = self._current is None and not self.in_backward
         return elsewhere and number_of_backward() >= 0 and self.only_lone_samples_wait()
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
-            return
+            return None
         if not torch.compiler.is_compiling():
             prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
         # Of a forward pass that was interrupted:
@@ -205,33 +222,42 @@ class Recorder:
         for hooks in self._hooks:
             hooks.put_back()
         if not self.enabled:
-            return
+            return None
         if self._generation.begun or not self._generation.waiting:
             self._generation = Generation()
-        batch = batch_of((args, kwargs), 0 if self.batch_first else 1)
+        batch = batch_of((args, kwargs), self._input_dim)
         self._latest_sizes = possible_batches((args, kwargs), self._input_dim)
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
+        self._generation.calls.add(self._current)
         self.latest_batch = batch
+        if batch == 0 and self.active(module):
+            self._current.made_up = True
+            return with_a_row(args, kwargs, self._input_dim)
         self._begin_following(module, (args, kwargs), batch)
         lone = self.lone
         if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
             self.bare = lone.begin(self._current)
+        return None
 
     def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
         """Find out whose rows layers get, in the forward pass that begins."""
-        self._follows = False
-        if batch is not None and batch > 1 and self.active(module) and can_follow(module, inputs):
+        self._follows, self._hidden = False, {}
+        told = batch is not None and self._latest_sizes <= {batch, 1}
+        if told and batch and batch > 1 and self.active(module) and can_follow(module, inputs):
             self.indices.end()
-            self._follows = self.follower.begin(inputs, batch, 0 if self.batch_first else 1)
+            self._follows = self.follower.begin(inputs, batch, self._input_dim)
         elif self.batch_first:
             self.indices.begin(inputs, batch, self.active(module), module)
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The model has run, or failed; returns its output without a row that was made up."""
+        made_up = self._current is not None and self._current.made_up
         self._current, self._follows = None, False
         self.indices.end()
         if not self.in_backward:
             self.end_lone()
-        self.follower.end(whole=output is not None)
+        self.follower.end(output)
+        return without_the_row(output, self._input_dim) if made_up else None
 
     def end_lone(self) -> None:
         """The model's forward has ended, even by an interruption: all is in its place again."""
@@ -304,10 +330,14 @@ class Recorder:
         if not x.is_floating_point():
             self._look_up(spec, x)
         use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
-        if self._follows or output.shape[0:1] == (1,) or use.forward_pass.batch == 1:
+        if self._follows or output.shape[0:1] == (1,) or self._hidden or self._is_one(use):
             (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
         return tap_one(ANCHOR, use, output, x)
+
+    @staticmethod
+    def _is_one(use: Use) -> bool:
+        return use.forward_pass.batch == 1
 
     def _register(self, use: Use, output_shape: torch.Size) -> None:
         recomputed = self.in_backward
@@ -330,12 +360,38 @@ class Recorder:
 
     def note_rows(self, layer: Layer, output: Any) -> None:
         """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        if self._follows and self.enabled and not self.in_backward and not self.bare:
+            self._note_hidden(layer, output)
         if self._current is None or not self.bare or not layer.trainable_now().params:
             return
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = self.batch_dim(layer, first.dim())
             self._current.saw(layer.spec.name, rows_of(first.shape, dim))
+
+    def _note_hidden(self, layer: Layer, output: Any) -> None:
+        """Of a layer that a reentrant checkpoint will run again: whose rows it has."""
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        spec = layer.trainable_now()
+        if first is None or not spec.params or not layer.module.training:
+            return
+        dim = self.batch_dim(layer, first.dim())
+        units = self.follower.units_of(spec, [], first, dim)
+        self._hidden.setdefault(spec.name, []).append(units)
+
+    def _units_before(self, spec: LayerSpec) -> Units | None:
+        """The units of a layer that is computed again, in a pass that was hidden.
+
+        Raises:
+            RuntimeError: They differ between the uses of the layer, so that it is not known which.
+        """
+        found = self._hidden.get(spec.name, [])
+        if len(found) > 1 and any(units is not None for units in found):
+            raise RuntimeError(
+                f"{spec} is used several times in reentrant checkpoints, on rows that are not the "
+                "samples, so whose they are is not known: use checkpoint(..., use_reentrant=False)"
+            )
+        return found[0] if found else None
 
     def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
         """A layer, with these trainable parameters, has run in a compiled graph.
@@ -375,12 +431,17 @@ class Recorder:
 
     def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         """Find out whose the rows of a layer's outputs are; one that all share becomes many."""
-        follower = self.follower if self._follows and not self.in_backward else None
+        if use.forward_pass.made_up:
+            return outputs
+        recomputed = self.in_backward or number_of_backward() >= 0
+        follower = self.follower if self._follows and not recomputed else None
         first = outputs[0]
         if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
             outputs = [self._spread(use, output, inputs) for output in outputs]
         if follower is not None:
             use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
+        elif recomputed:
+            use.units = self._units_before(use.spec)
         elif use.forward_pass.batch == 1 and outputs[0].dim():
             use.units = only_unit(outputs[0].shape, use.batch_dim)
         return outputs
@@ -415,21 +476,41 @@ class Recorder:
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
+        if len(generation.calls) > 1:
+            self._join(use.forward_pass)
         if not torch.is_grad_enabled():
             self.sink(self._record(use, tensors, grads, borrowed))
             return
         with torch.no_grad():  # create_graph=True
             self.sink(self._record(use, tensors, grads, borrowed))
 
+    def _join(self, forward_pass: ForwardPass) -> None:
+        if forward_pass.generation.join(forward_pass) < 2 or self._warned_of_joining:
+            return
+        self._warned_of_joining = True
+        logger.warning(
+            "Losses of several forward passes are summed before one backward pass: row i of each "
+            "batch is taken to be the same sample (two views of it, say) and clipped as one. If "
+            "they are different samples, call the model once on all of them, or backward() and "
+            "step() for each batch."
+        )
+
     def _record(
         self, use: Use, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], borrowed: bool
     ) -> Record:
-        if use.units is not None:
-            return self._regrouped(use, use.units, tensors, grads, borrowed)
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
+        # One input may hold several samples, in a list, say: then the losses tell.
+        hidden = forward_pass.batch == 1 and self.losses not in (None, 1)
+        if use.units is not None and not hidden:
+            return self._regrouped(use, use.units, tensors, grads, borrowed)
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
+        if forward_pass.made_up:  # all rows are nobody's
+            backprops, inputs = (
+                [g[:0] for g in backprops],
+                [t[:0] if t.dim() else t for t in inputs],
+            )
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
         if self.repeats.open:
@@ -443,7 +524,7 @@ class Recorder:
             spec=use.spec,
             activations=activations,
             backprops=first if len(backprops) == 1 else tuple(backprops),
-            rows=max(forward_pass.rows.get(name, 0), batch),
+            rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,

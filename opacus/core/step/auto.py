@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from opacus.core.kernels.norms.choice import triton_is_installed
+from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
 from opacus.core.platform.torch_internals import compute_dtypes, tensor_parallel_names
 from opacus.core.ranks.reduction import can_reduce

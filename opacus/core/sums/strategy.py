@@ -125,7 +125,7 @@ class Ghost:
         before = {name: _fingerprint(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
-        with self._in(Phase.NORMS, bare=lone):
+        with self._in(Phase.NORMS, losses, bare=lone):
             _backward(losses, retain_graph)
         self._refuse_leaks(before)
         self._refuse_repeats()
@@ -210,13 +210,15 @@ class Ghost:
             parameter.grad = None
 
     @contextmanager
-    def _in(self, phase: Phase, *, bare: bool = False) -> Iterator[None]:
+    def _in(self, phase: Phase, losses: Tensor, *, bare: bool = False) -> Iterator[None]:
         recorder = self.recorder
         self.phase, recorder.in_backward, recorder.bare = phase, True, bare
+        recorder.losses = len(losses)
         try:
             yield
         finally:
             self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
+            recorder.losses = None
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
         leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
@@ -326,7 +328,7 @@ class TwoPass(Ghost):
             return
         self._weighting = Weighting(factors, excluded_or_none(excluded))
         try:
-            with self._in(Phase.SUM):
+            with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
         finally:
             self._weighting = self.ledger = None

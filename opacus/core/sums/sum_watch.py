@@ -6,8 +6,10 @@ Note [Sums in p.grad]
     changes of a tensor (``_version``), and a tensor put in its place has no mark. What reads
     ``p.grad`` changes neither, nor does ``GradScaler.unscale_``, whose operation does not count.
 
-    Some versions of PyTorch do not count what ``torch._foreach_*`` does to shards (DTensors).
-    There the norms of the shards are compared too, which costs reading them twice a step.
+    A factor of 1 is no change: ``clip_grad_norm_`` multiplies by it to read the norm. So sums
+    that have been written to are compared by their norms, which are taken beside the marks,
+    without waiting for the device. Some versions of PyTorch do not count what ``torch._foreach_*``
+    does to shards (DTensors): there the norms are compared in each step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sharded import is_dtensor, local_of
 from opacus.core.privacy.processed import is_processed
 
 # Relative change of a norm by a loss scale that has been divided by.
@@ -30,21 +32,19 @@ class SumWatch:
     """Marks the clipped sums in the ``grad`` of parameters, and finds those without a mark."""
 
     def __init__(self) -> None:
-        self._norms: Tensor | None = None  # of the shards of `_normed`, where they are needed
-        self._normed: list[Tensor] = []
+        self._grads: list[Tensor] = []
+        self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
 
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """The parameters' ``grad`` are complete sums now."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        for grad in grads:
+        self._grads = [p.grad for p in parameters if p.grad is not None]
+        for grad in self._grads:
             grad._clipped_versions = _versions(grad)  # type: ignore[attr-defined]
-        blind = bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0])
-        self._normed = grads if blind else []
-        self._norms = _norms(grads) if blind else None
+        self._norms = _norms(self._grads)
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._norms, self._normed = None, []
+        self._grads, self._norms = [], torch.empty(0)
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -54,39 +54,40 @@ class SumWatch:
                 step is none that would be released.
             scale: What ``GradScaler`` has divided the sums by.
         """
-        moved = {id(grad) for grad in self._moved(scale)}
-        found = []
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is None or is_processed(grad):
-                continue
-            noted = getattr(grad, "_clipped_versions", None) == _versions(grad)
-            if (not noted or id(grad) in moved) and bool((_local(grad) != 0).any()):
-                found.append(parameter)
-        return found
+        grads = self._grads
+        written = any(grad._clipped_versions != _versions(grad) for grad in grads)  # type: ignore[attr-defined]
+        compare = written or (bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0]))
+        moved = {id(grad) for grad in self._moved(scale)} if compare else set()
+        known = {id(grad) for grad in grads} - moved
+        return [
+            parameter
+            for parameter in parameters
+            if parameter.grad is not None
+            and id(parameter.grad) not in known
+            and not is_processed(parameter.grad)
+            and bool((local_of(parameter.grad) != 0).any())
+        ]
 
     def _moved(self, scale: float) -> list[Tensor]:
-        """Shards whose norm has changed."""
-        if self._norms is None:
-            return []
-        now = _norms(self._normed) * scale
+        """Sums whose norm has changed."""
+        now = _norms(self._grads) * scale
         tolerance = 0.0 if scale == 1.0 else ROUNDING
         same = torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
-        return [g for g, kept in zip(self._normed, same.tolist(), strict=True) if not kept]
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
+        return [g for g, kept in zip(self._grads, same.tolist(), strict=True) if not kept]
 
 
 def _versions(grad: Tensor) -> tuple[int, int]:
     """Counts of changes, of a sharded tensor and of this rank's shard."""
-    return grad._version, _local(grad)._version
+    return grad._version, local_of(grad)._version
 
 
 def _norms(grads: Sequence[Tensor]) -> Tensor:
     """``[n]`` norms of this rank's shards."""
-    return torch.stack([norm.double() for norm in torch._foreach_norm([_local(g) for g in grads])])
+    if not grads:
+        return torch.empty(0)
+    shards = [local_of(grad) for grad in grads]
+    norms = torch._foreach_norm(shards)
+    return torch.stack([norm.to(shards[0].device, torch.float64) for norm in norms])
 
 
 @functools.cache

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+import struct
+
 import pytest
+import torch
+from torch import Tensor
 
 from opacus.core.kernels.noise.chacha import chacha20
 from opacus.core.kernels.noise.philox import philox
@@ -42,8 +45,8 @@ CHACHA = [
 ]
 
 
-def words(text: str) -> list[np.ndarray]:
-    return [np.array([int(word, 16)], dtype=np.uint32) for word in text.split()]
+def words(text: str) -> list[Tensor]:
+    return [torch.tensor([int(word, 16)]) for word in text.split()]
 
 
 @pytest.mark.parametrize("counter,key,want", PHILOX)
@@ -54,19 +57,20 @@ def test_philox(counter: str, key: str, want: str) -> None:
 
 @pytest.mark.parametrize("key,counter,want", CHACHA)
 def test_chacha20(key: str, counter: str, want: str) -> None:
-    def columns(text: str) -> list[np.ndarray]:
-        return list(np.frombuffer(bytes.fromhex(text), dtype="<u4")[:, None])
+    def columns(text: str) -> list[Tensor]:
+        raw = bytes.fromhex(text)
+        return [torch.tensor([word]) for word in struct.unpack(f"<{len(raw) // 4}I", raw)]
 
     got = chacha20(columns(counter), columns(key))
-    assert b"".join(word.astype("<u4").tobytes() for word in got).hex() == want
+    assert struct.pack("<16I", *map(int, got)).hex() == want
 
 
 @pytest.mark.parametrize("generator,keys", [(philox, 2), (chacha20, 8)])
 def test_each_counter_by_itself(generator, keys: int) -> None:
-    counters = [np.arange(5, dtype=np.uint32) * (k + 1) for k in range(4)]
-    key = [np.full(1, k, dtype=np.uint32) for k in range(keys)]
-    together = np.stack(generator(counters, key))
+    counters = [torch.arange(5) * (k + 1) for k in range(4)]
+    key = [torch.full((1,), k) for k in range(keys)]
+    together = torch.stack(generator(counters, key))
     for place in range(5):
         alone = generator([word[place : place + 1] for word in counters], key)
-        assert np.array_equal(np.stack(alone)[:, 0], together[:, place])
-    assert len(np.unique(together)) == together.size
+        assert torch.equal(torch.stack(alone)[:, 0], together[:, place])
+    assert len(together.unique()) == together.numel()

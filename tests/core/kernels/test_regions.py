@@ -19,7 +19,7 @@ SHAPES = [(12, 8), (7, 5), (5,), (6, 10, 4), (3, 2, 4, 5)]
 
 def numbers(found: list[Region]) -> list[int]:
     parts = [region.numbers(0, region.size) for region in found]
-    return np.concatenate(parts).tolist() if parts else []
+    return torch.cat(parts).tolist() if parts else []
 
 
 def cut(whole_: Tensor, spans: list[tuple[int, int]]) -> list[int]:

@@ -135,12 +135,20 @@ def test_a_copy_has_a_key_of_its_own(duplicate) -> None:
         assert closest(noise(key), noise(other)) < 0.1
 
 
-def test_states_hold_no_secret() -> None:
-    key = seeded()
-    noise(key)
-    state = key.state_dict()
-    assert state["next"] == {NOISE: 1} and key.is_of(state) and not RunKey().is_of(state)
-    assert key.key.secret.hex() not in repr(state) and "secret" not in repr(key.key)
+def test_resuming() -> None:
+    """Seeded runs repeat; others never do; no number is given out twice."""
+    key, system = seeded(), RunKey()
+    for each in (key, system):
+        noise(each)
+    state, of_system = key.state_dict(), system.state_dict()
+    assert system.key.secret.hex() not in repr(of_system) and "secret" not in repr(system.key)
+    want = noise(key)
+    again, other, lost = seeded(99), RunKey(), seeded()
+    assert again.resume(state) and torch.equal(noise(again), want)
+    assert other.resume(of_system) and other.step == 1
+    assert closest(noise(other), noise(system)) < 0.1  # two runs from one checkpoint
+    assert not lost.resume(of_system) and lost.step == 1
+    assert RunKey().resume(state)  # a run without a seed takes no key from a file
     key.at_least({NOISE: 9})
     key.at_least({NOISE: 4})
     assert key.advance(NOISE) == 9

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.record import recorder
 from tests.engine.test_modes_match_oracle import assert_close
 
 T = 4  # tokens, and samples of the ambiguous batch
@@ -151,7 +152,12 @@ def test_indices_computed_row_by_row_are_taken(rule: Rule, mode: str) -> None:
 
 
 @pytest.mark.parametrize("rule", SHARED)
-def test_indices_that_samples_share_are_refused(rule: Rule) -> None:
+def test_indices_that_samples_share_are_refused(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"'(table|head)'.*(no samples|of no single sample)"):
+        released(private(rule, "ghost"), T)
+    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
     made = private(rule, "ghost")
     with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
         released(made, T)
@@ -234,7 +240,12 @@ def step(use: Any, mode: str) -> Any:
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 @pytest.mark.parametrize("use", SHARING)
-def test_positions_in_disguise_are_refused(use: Any, mode: str) -> None:
+def test_positions_in_disguise_are_refused(
+    use: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"no samples|no single sample|by their place"):
+        step(use, mode)
+    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
     with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
         step(use, mode)
 
@@ -259,6 +270,8 @@ def test_the_trail_is_followed_only_as_long_as_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import opacus.core.record.provenance as provenance
+
+    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
 
     made, followed = private(padded_positions, "ghost"), []
     original = provenance.SampleRows

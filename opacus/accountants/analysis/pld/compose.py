@@ -15,18 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft  # type: ignore[import-untyped]
 
-from opacus.accountants.analysis.pld.pairs import Pair, Rounded, log_moment
+from opacus.accountants.analysis.pld.pairs import Pair, log_moment
 
 # Grid points of the window, at least and at most, and of one step.
-_LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**14, 2**21, 2**18
+_LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**14, 2**20, 2**18
 # What rounding may add to epsilon, relative to it, unless that takes too many points.
 _INACCURACY = 1e-4
 # Part of delta that losses taken for infinite may use.
 _INFINITE = 1e-4
-# Tilted probability outside of the window by the table, and what is counted for it.
-_OUTSIDE, _OUTSIDE_COUNTED = math.log(1e-16), math.log(1e-10)
-# Tilts tried.
-_TILTS = np.geomspace(1e-7, 1e7, 57)
+# Tilted probability beyond either end of the window, at most.
+_OUTSIDE = math.log(1e-12)
+# Tilts tried, and tilt times spacing from which on the grid decides which one is best.
+_COARSE = 0.3
+_TILTS = np.geomspace(1e-7, 1e7, 43)
+# Frequencies whose power is below e^this are left out: far less than rounding errors.
+_VANISHED = -100.0
 # e^this is far from overflow.
 _LARGEST = 600.0
 _EPS = float(np.finfo(np.float64).eps)
@@ -41,11 +44,15 @@ class Step:
     count: int
 
 
+@dataclass(frozen=True)
 class _Loss:
-    """The loss of one kind of step at some thousand points, to choose tilt and grid by."""
+    """The loss of one kind of step, at the points of a table or, from `first` on, of a grid."""
 
-    def __init__(self, losses: np.ndarray, masses: np.ndarray, count: int) -> None:
-        self.losses, self.masses, self.count = losses, masses, count
+    losses: np.ndarray
+    masses: np.ndarray
+    count: int
+    first: int = 0
+    infinite: float = 0.0
 
     def log_moment(self, order: float) -> np.ndarray:
         """Returns log moment, mean and variance of all `count` steps at a tilt, `[3]`."""
@@ -66,7 +73,8 @@ def composed_epsilon(steps: Sequence[Step], delta: float) -> float:
     if not math.isfinite(bound):
         return math.inf
     low, high = _window(tables, order)
-    reach = max(float(table.losses[-1] - table.losses[0]) for table in tables)
+    floors = [_floor(table, 0.1 * _INACCURACY * bound / total) for table in tables]
+    reach = max(float(t.losses[-1]) - floor for t, floor in zip(tables, floors, strict=True))
     largest = max(float(np.abs(table.losses[[0, -1]]).max()) for table in tables)
     # Rounding to h adds at most h^2 / 4 to the variance of a step, h^2 / 6 as a rule, and half of
     # (order + 1) times that to epsilon.
@@ -75,9 +83,17 @@ def composed_epsilon(steps: Sequence[Step], delta: float) -> float:
     spacing = max(
         spacing, (high - low) / _MOST_POINTS, reach / _MOST_OF_ONE, 1e-9 * largest, 1e-300
     )
-    rounded = [_rounded(step, spacing, tail) for step in steps]
-    counts = [step.count for step in steps]
-    return _epsilon(rounded, counts, spacing, order, (low, high), delta)
+    for _ in range(8):
+        losses = [
+            _on_grid(step, spacing, tail, floor) for step, floor in zip(steps, floors, strict=True)
+        ]
+        if order * spacing > _COARSE:  # then rounding has moved the best tilt
+            order, _ = _best_tilt(losses, delta)
+        window = _window(losses, order)
+        if window[1] - window[0] <= 2.0 * _MOST_POINTS * spacing:
+            return _epsilon(losses, spacing, order, window, delta)
+        spacing *= 2.0
+    return math.inf
 
 
 def _table(step: Step, tail: float) -> _Loss:
@@ -89,16 +105,25 @@ def _table(step: Step, tail: float) -> _Loss:
     return _Loss(losses, masses, step.count)
 
 
-def _rounded(step: Step, spacing: float, tail: float) -> Rounded:
+def _floor(table: _Loss, allowed: float) -> float:
+    """Returns to what the lowest losses can be raised if their mean may grow by `allowed`."""
+    by_loss = np.argsort(table.losses, kind="stable")
+    losses, below = table.losses[by_loss], np.cumsum(table.masses[by_loss])
+    raised = np.concatenate([[0.0], np.cumsum(below[:-1] * np.diff(losses))])
+    return float(losses[np.searchsorted(raised, allowed, side="right") - 1])
+
+
+def _on_grid(step: Step, spacing: float, tail: float, floor: float) -> _Loss:
     """Returns the loss of one step on the grid, a mixture of those of its pairs."""
-    parts = [pair.rounded(spacing, tail) for pair in step.pairs]
+    parts = [pair.rounded(spacing, tail, floor) for pair in step.pairs]
     first = min(part.first for part in parts)
     masses = np.zeros(max(part.first + len(part.masses) for part in parts) - first)
     infinite = 0.0
     for part, weight in zip(parts, step.weights, strict=True):
         masses[part.first - first : part.first - first + len(part.masses)] += weight * part.masses
         infinite += weight * part.infinite
-    return Rounded(first, masses, infinite)
+    losses = spacing * (first + np.arange(len(masses)))
+    return _Loss(losses, masses, step.count, first, infinite)
 
 
 def _best_tilt(losses: Sequence[_Loss], delta: float) -> tuple[float, float]:
@@ -140,8 +165,7 @@ def _window(losses: Sequence[_Loss], order: float) -> tuple[float, float]:
 
 
 def _epsilon(
-    rounded: Sequence[Rounded],
-    counts: Sequence[int],
+    steps: Sequence[_Loss],
     spacing: float,
     order: float,
     window: tuple[float, float],
@@ -150,8 +174,8 @@ def _epsilon(
     """Composes losses on one grid and returns epsilon at `delta`."""
     start = math.floor(window[0] / spacing) - 1
     size = next_fast_len(math.ceil(window[1] / spacing) + 2 - start, real=True)
-    tilted, base = _compose(rounded, counts, spacing, order, start, size)
-    total = sum(counts)
+    tilted, base = _compose(steps, spacing, order, start, size)
+    total = sum(step.count for step in steps)
     # What rounding in the transform may have taken from a point, and what lies above the window.
     tilted = np.maximum(tilted, 0.0) + (64 + total) * _EPS * float(tilted.max())
     losses = spacing * (start + np.arange(size))
@@ -162,23 +186,21 @@ def _epsilon(
     kept = int(np.searchsorted(losses, centre - _LARGEST / order))
     losses = losses[kept:]
     masses = tilted[kept:] * np.exp(-order * (losses - centre))
-    outside = math.exp(_OUTSIDE_COUNTED - order * (losses[-1] - centre))
-    infinite = sum(n * r.infinite for r, n in zip(rounded, counts, strict=True))
+    outside = math.exp(_OUTSIDE - order * (losses[-1] - centre))
+    infinite = sum(step.count * step.infinite for step in steps)
     left = delta - infinite
     if not left > 0.0:
         return math.inf
     exponent = math.log(left) - log_scale
     target = math.exp(min(exponent, _LARGEST)) - outside
-    return max(0.0, _solve(losses, masses, spacing, target)) if target > 0.0 else math.inf
+    if not target > 0.0:
+        return math.inf
+    epsilon = _solve(losses, masses, spacing, target)
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 
 def _compose(
-    rounded: Sequence[Rounded],
-    counts: Sequence[int],
-    spacing: float,
-    order: float,
-    start: int,
-    size: int,
+    steps: Sequence[_Loss], spacing: float, order: float, start: int, size: int
 ) -> tuple[np.ndarray, float]:
     """Returns the tilted masses of the sum at ``start .. start + size - 1``, and log E[e^(x sum)].
 
@@ -187,15 +209,18 @@ def _compose(
     """
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
     offset, base = 0, 0.0
-    for loss, count in zip(rounded, counts, strict=True):
-        losses = spacing * (loss.first + np.arange(len(loss.masses)))
-        log, mean, _ = log_moment(losses, loss.masses, order)
-        tilted = loss.masses * np.exp(order * losses - log)
+    for step in steps:
+        log, mean, _ = log_moment(step.losses, step.masses, order)
+        # A mass without which an exponent overflows is 0.
+        tilted = step.masses * np.exp(np.minimum(order * step.losses - log, _LARGEST))
         centre = round(mean / spacing)  # phases then stay small, and their powers exact
-        places = (loss.first - centre + np.arange(len(tilted))) % size
-        spectrum *= rfft(np.bincount(places, weights=tilted, minlength=size)) ** count
-        offset += count * centre
-        base += count * log
+        places = (step.first - centre + np.arange(len(tilted))) % size
+        factor = rfft(np.bincount(places, weights=tilted, minlength=size))
+        counted = np.abs(factor) > math.exp(_VANISHED / step.count)
+        spectrum[counted] *= factor[counted] ** step.count
+        spectrum[~counted] = 0.0
+        offset += step.count * centre
+        base += step.count * log
     return np.roll(irfft(spectrum, size), offset - start), base
 
 

@@ -95,21 +95,28 @@ class Pair:
         middles = np.concatenate([[low], 0.5 * (z[1:] + z[:-1]), [high]])
         return z, np.maximum.accumulate(self.loss(z)), self.upper.mass(middles)
 
-    def rounded(self, spacing: float, tail: float) -> Rounded:
+    def rounded(self, spacing: float, tail: float, floor: float = -math.inf) -> Rounded:
         """Returns the loss rounded up to multiples of `spacing`.
 
         Args:
             spacing: of the grid, above 0.
             tail: upper probability whose losses may count as infinite.
+            floor: losses below are raised to it.
         """
         outputs, losses, _ = self.table(tail)
+        start = min(int(np.searchsorted(losses, floor)), len(losses) - 2)
+        outputs, losses = outputs[start:], losses[start:]
         first, last = math.ceil(losses[0] / spacing), math.floor(losses[-1] / spacing)
         inner = self._outputs_at(spacing * np.arange(first, last + 1), outputs, losses)
         z = np.concatenate([outputs[:1], inner, outputs[-1:]])
         loss = np.clip(np.maximum.accumulate(self.loss(z)) / spacing, first - 1.0, last + 1.0)
         left = np.floor(loss[:-1] + _SLACK).astype(np.int64)
         right = np.maximum(np.ceil(loss[1:] - _SLACK).astype(np.int64), left)
-        upper, lower = self.upper.mass(z), self.lower.mass(z)
+        below = float(self.upper.mass(np.array([-math.inf, z[0]]))[0])  # raised to the first loss
+        upper = np.append(self.upper.mass(z), below)
+        lower = np.append(self.lower.mass(z), below * math.exp(-losses[0]))
+        left = np.append(left, math.floor(losses[0] / spacing))
+        right = np.append(right, math.ceil(losses[0] / spacing))
         # r at `right` and the rest at `left` keep `upper` and `lower`:
         # (upper - r) e^-left + r e^-right = lower.
         width = spacing * np.maximum(right - left, 1)
@@ -120,8 +127,6 @@ class Pair:
         share = np.where(np.isfinite(share), np.clip(share, 0.0, upper), upper)
         masses = np.bincount(right - (first - 1), weights=share, minlength=last - first + 3)
         masses += np.bincount(left - (first - 1), weights=upper - share, minlength=len(masses))
-        below = float(self.upper.mass(np.array([-math.inf, z[0]]))[0])
-        masses[1] += below  # no loss there is above the first resolved one
         infinite = float(self.upper.mass(np.array([z[-1], math.inf]))[0])
         return Rounded(first - 1, masses, infinite)
 
@@ -148,16 +153,11 @@ def log_moment(losses: np.ndarray, masses: np.ndarray, order: float) -> tuple[fl
         masses: `[N]`, not negative.
         order: the tilt.
     """
-    exponent = order * losses
+    exponent = np.where(masses > 0.0, order * losses, -math.inf)
     peak = float(exponent.max())
     tilted = masses * np.exp(exponent - peak)
-    sum_ = float(tilted.sum())
-    if not sum_ > 0.0:
-        exponent = np.where(masses > 0.0, exponent, -math.inf)
-        peak = float(exponent.max())
-        tilted = masses * np.exp(exponent - peak)
-        sum_ = float(tilted.sum())
-    log = peak + math.log(sum_)
-    tilted /= sum_
+    total = float(tilted.sum())
+    log = peak + math.log(total)
+    tilted /= total
     mean = float(np.dot(tilted, losses))
     return log, mean, float(np.dot(tilted, (losses - mean) ** 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import importlib.util
 import itertools
 import operator
 import os
@@ -78,6 +79,12 @@ def parts(size: int, part: int) -> int:
 def blank(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uninitialised fp32 memory that a kernel fills; tests put NaN there first."""
     return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def triton_is_installed() -> bool:
+    """Whether the package is there; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:

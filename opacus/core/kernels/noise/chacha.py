@@ -8,46 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-Words = NDArray[np.uint32]
+import torch
+from torch import Tensor
 
 LANES = 16  # words of a counter
 DOUBLE_ROUNDS = 10
-_CONSTANTS = np.array([0x61707865, 0x3320646E, 0x79622D32, 0x6B206574], dtype=np.uint32)
-# Place of each word of a row once the rows are turned into diagonals, and back.
-_TURNS = [np.roll(np.arange(4), -places) for places in range(4)]
+_CONSTANTS = 0x61707865, 0x3320646E, 0x79622D32, 0x6B206574
+_WORD = 0xFFFFFFFF
 
 
-def chacha20(counter: Sequence[Words], key: Sequence[Words]) -> list[Words]:
-    """The random words of many counters.
+def chacha20(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
+    """The random words of many counters. Words are int64 in [0, 2^32).
 
     Args:
-        counter: Four arrays ``[N]``, the lowest word first.
-        key: Eight arrays that broadcast with them.
+        counter: Four tensors ``[N]``, the lowest word first.
+        key: Eight tensors that broadcast with them.
 
     Returns:
-        Sixteen arrays ``[N]``.
+        Sixteen tensors ``[N]``.
     """
-    count = len(counter[0])
-    start = np.empty((4, 4, count), dtype=np.uint32)  # the cipher's square, for each counter
-    start[0] = _CONSTANTS[:, None]
-    for place, word in enumerate(key):
-        start[1 + place // 4, place % 4] = word
-    for place, word in enumerate(counter):
-        start[3, place] = word
-    rows = list(start.copy())
-    with np.errstate(over="ignore"):
-        for _ in range(DOUBLE_ROUNDS):
-            _quarter_rounds(rows)
-            rows = [row[_TURNS[places]] for places, row in enumerate(rows)]
-            _quarter_rounds(rows)
-            rows = [row[_TURNS[-places % 4]] for places, row in enumerate(rows)]
-        return list((np.stack(rows) + start).reshape(LANES, count))
+    like = counter[0]
+    # The cipher's square [4, 4, N]; in int32, where sums wrap as they must.
+    start = torch.empty(4, 4, len(like), dtype=torch.int32, device=like.device)
+    words: list[Tensor | int] = [*_CONSTANTS, *key, *counter]
+    for place, word in enumerate(words):
+        start[place // 4, place % 4] = word
+    rows = list(start.clone().unbind(0))
+    for _ in range(DOUBLE_ROUNDS):
+        _quarter_rounds(rows)
+        rows = [row.roll(-places, 0) for places, row in enumerate(rows)]
+        _quarter_rounds(rows)
+        rows = [row.roll(places, 0) for places, row in enumerate(rows)]
+    block = (torch.stack(rows) + start).long() & _WORD
+    return list(block.view(LANES, -1).unbind(0))
 
 
-def _quarter_rounds(rows: list[Words]) -> None:
+def _quarter_rounds(rows: list[Tensor]) -> None:
     """The four quarter rounds of the columns, in place."""
     a, b, c, d = rows
     for target, other, turned, distance in (
@@ -58,6 +54,6 @@ def _quarter_rounds(rows: list[Words]) -> None:
     ):
         target += other
         turned ^= target
-        low = turned >> np.uint32(32 - distance)
-        turned <<= np.uint32(distance)
+        low = (turned >> (32 - distance)).bitwise_and_((1 << distance) - 1)  # it is signed
+        turned <<= distance
         turned |= low

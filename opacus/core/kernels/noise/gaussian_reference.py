@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.noise.words import Numbers, Words, lanes, random_words
+from opacus.core.kernels.noise.words import key_words, lanes, random_words
 
 if TYPE_CHECKING:
     from opacus.core.kernels.noise.draw import Draw
@@ -32,12 +31,12 @@ def add(std: float, draws: Sequence[Draw], step: int, grid: float) -> None:
             _add_piece(std, piece, step, grid, wide)
 
 
-def normals(blocks: Numbers, keys: Words, step: int, secure: bool, dtype: torch.dtype) -> Tensor:
+def normals(blocks: Tensor, keys: Tensor, step: int, secure: bool, dtype: torch.dtype) -> Tensor:
     """``[N, lanes]`` standard normal numbers: all that the counters of the blocks make.
 
     Args:
         blocks: ``[N]``: numbers of elements, divided by ``lanes_of``.
-        keys: ``[N, 8]``.
+        keys: ``[N, 8]``, or ``[1, 8]`` for all of them.
         step: See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
         secure: ChaCha20 instead of Philox.
         dtype: fp32, or fp64 from twice as many words.
@@ -51,23 +50,21 @@ def lanes_of(secure: bool, dtype: torch.dtype) -> int:
     return lanes(secure) // (2 if dtype == torch.float64 else 1)
 
 
-def _box_muller(words: Words) -> Tensor:
+def _box_muller(words: Tensor) -> Tensor:
     """``[N, lanes]`` in fp32; two words make two numbers, the largest of which is 6.8."""
     # In (0, 1]: the logarithm stays finite.
-    uniform = torch.from_numpy(words[:, ::2].astype(np.float32)).add_(0.5).mul_(2.0**-32)
+    uniform = words[:, ::2].to(torch.float32).add_(0.5).mul_(2.0**-32)
     # Signed, so that the angle is precise around zero: -pi to pi.
-    signed = words[:, 1::2].view(np.int32).astype(np.float32)
-    return _turned(uniform, torch.from_numpy(signed).mul_(math.pi * 2.0**-31))
+    signed = words[:, 1::2].to(torch.int32).to(torch.float32)
+    return _turned(uniform, signed.mul_(math.pi * 2.0**-31))
 
 
-def _box_muller_double(words: Words) -> Tensor:
+def _box_muller_double(words: Tensor) -> Tensor:
     """``[N, lanes]`` in fp64; four words make two numbers."""
-    wide = words.astype(np.uint64)
-    whole = (wide[:, 1::2] << np.uint64(32)) | wide[:, ::2]
-    top = (whole[:, ::2] >> np.uint64(11)).astype(np.float64)
-    signed = whole[:, 1::2].view(np.int64).astype(np.float64)
-    uniform = torch.from_numpy(top).add_(0.5).mul_(2.0**-53)
-    return _turned(uniform, torch.from_numpy(signed).mul_(math.pi * 2.0**-63))
+    top = (words[:, 1::4] << 21) | (words[:, ::4] >> 11)  # 53 bits
+    signed = (words[:, 3::4] << 32) | words[:, 2::4]
+    uniform = top.to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return _turned(uniform, signed.to(torch.float64).mul_(math.pi * 2.0**-63))
 
 
 def _turned(uniform: Tensor, angle: Tensor) -> Tensor:
@@ -105,9 +102,11 @@ def _add_piece(std: float, parts: list[_Part], step: int, grid: float, wide: tor
     many = lanes_of(grid > 0, wide)
     wanted = [_blocks(draw.region, start, end, many) for draw, start, end in parts]
     counts = [len(blocks) for blocks, _ in wanted]
-    keys = np.stack([np.frombuffer(draw.key, dtype="<u4") for draw, _, _ in parts])
-    blocks = np.concatenate([blocks for blocks, _ in wanted])
-    noise = normals(blocks, np.repeat(keys, counts, axis=0), step, grid > 0, wide).mul_(std)
+    keys = key_words(*(draw.key for draw, _, _ in parts))
+    if len(parts) > 1:
+        keys = keys.repeat_interleave(torch.tensor(counts, device="cpu"), dim=0)
+    blocks = torch.cat([blocks for blocks, _ in wanted])
+    noise = normals(blocks, keys, step, grid > 0, wide).mul_(std)
     of_parts = noise.split(counts)
     for (draw, start, end), own, (_, chosen) in zip(parts, of_parts, wanted, strict=True):
         total = own.reshape(-1)[chosen].to(draw.source.device)
@@ -115,17 +114,15 @@ def _add_piece(std: float, parts: list[_Part], step: int, grid: float, wide: tor
         draw.target.view(-1)[start:end] = rounded(total, grid)
 
 
-def _blocks(region: Region, start: int, end: int, many: int) -> tuple[Numbers, Any]:
+def _blocks(region: Region, start: int, end: int, many: int) -> tuple[Tensor, Any]:
     """Blocks that the elements ``start`` to ``end - 1`` need, and where they are among all."""
     if region.width == region.size:
         first, last = region.first + start, region.first + end - 1
-        blocks = np.arange(first // many, last // many + 1, dtype=np.uint64)
+        blocks = torch.arange(first // many, last // many + 1, device="cpu")
         return blocks, slice(first % many, first % many + end - start)
-    blocks, lane = np.divmod(region.numbers(start, end), np.uint64(many))
-    new = np.ones(len(blocks), dtype=bool)
-    new[1:] = blocks[1:] != blocks[:-1]
-    places = (np.cumsum(new) - 1) * many + lane.astype(np.int64)
-    return blocks[new], torch.from_numpy(places)
+    numbers = region.numbers(start, end)
+    blocks, places = torch.unique_consecutive(numbers // many, return_inverse=True)
+    return blocks, places * many + numbers % many
 
 
 def rounded(total: Tensor, grid: float) -> Tensor:

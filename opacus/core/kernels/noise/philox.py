@@ -8,39 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-Words = NDArray[np.uint32]
+from torch import Tensor
 
 LANES = 4  # words of a counter
 ROUNDS = 10
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
 
 
-def philox(counter: Sequence[Words], key: Sequence[Words]) -> list[Words]:
-    """The random words of many counters.
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
+    """The random words of many counters. Words are int64 in [0, 2^32).
 
     Args:
-        counter: Four arrays ``[N]``, the lowest word first.
-        key: Two arrays that broadcast with them.
+        counter: Four tensors ``[N]``, the lowest word first.
+        key: Two tensors that broadcast with them.
 
     Returns:
-        Four arrays ``[N]``.
+        Four tensors ``[N]``.
     """
     a, b, c, d = counter
     first, second = key
-    with np.errstate(over="ignore"):
-        for _ in range(ROUNDS):
-            high_a, low_a = _multiply(a, _MULTIPLIERS[0])
-            high_c, low_c = _multiply(c, _MULTIPLIERS[1])
-            a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
-            first, second = first + _WEYL[0], second + _WEYL[1]
+    for _ in range(ROUNDS):
+        high_a, low_a = _multiply(a, _MULTIPLIERS[0])
+        high_c, low_c = _multiply(c, _MULTIPLIERS[1])
+        a, b = high_c.bitwise_xor_(b).bitwise_xor_(first), low_c
+        c, d = high_a.bitwise_xor_(d).bitwise_xor_(second), low_a
+        first, second = (first + _WEYL[0]) & _WORD, (second + _WEYL[1]) & _WORD
     return [a, b, c, d]
 
 
-def _multiply(words: Words, factor: np.uint64) -> tuple[Words, Words]:
-    """High and low half of the product."""
-    product = words.astype(np.uint64) * factor
-    return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
+def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low half of the product; in an int64 the lower 64 bits are right."""
+    product = words * factor
+    return (product >> 32).bitwise_and_(_WORD), product.bitwise_and_(_WORD)

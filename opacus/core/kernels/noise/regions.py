@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 from opacus.core.platform.sharded import is_dtensor
@@ -38,13 +37,12 @@ class Region(NamedTuple):
     width: int
     pitch: int
 
-    def numbers(self, start: int, end: int) -> NDArray[np.uint64]:
-        """Numbers of the elements ``start`` to ``end - 1``."""
-        own = np.arange(start, end, dtype=np.uint64)
+    def numbers(self, start: int, end: int) -> Tensor:
+        """Numbers (int64) of the elements ``start`` to ``end - 1``."""
+        own = torch.arange(start, end, device="cpu")
         if self.width < self.size:
-            row, column = np.divmod(own, np.uint64(self.width))
-            own = row * np.uint64(self.pitch) + column
-        return own + np.uint64(self.first)
+            own = own // self.width * self.pitch + own % self.width
+        return own + self.first
 
 
 def whole(size: int) -> Region:

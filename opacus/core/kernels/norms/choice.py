@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.core.kernels.host import operands
-from opacus.core.kernels.host.operands import SUPPORTED, Tile, interpreted
+from opacus.core.kernels.host.operands import SUPPORTED, Tile, interpreted, triton_is_installed
 from opacus.core.kernels.norms import reference
 from opacus.core.kernels.norms.reference import sum_of_squares, widen
 
@@ -47,12 +46,6 @@ _costs: dict[str, dict[str, float]] = {}
 _best: dict[tuple[str, ...], str] = {}
 # What takes products of tensors of these shapes, strides and kinds: asked in each layer and step.
 _products: dict[tuple[Any, ...], Callable[..., list[Tensor]]] = {}
-
-
-@functools.cache
-def triton_is_installed() -> bool:
-    """Whether the package is there; it is not imported."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def is_usable(*tensors: Tensor) -> bool:

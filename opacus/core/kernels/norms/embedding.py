@@ -2,8 +2,9 @@
 
 ``sum_st [id_s = id_t] g_s . g_t``: a Gram matrix of the backprops, of which only what equal
 ids share is formed. The lookups are sorted within each sample, so that equal ids lie in the
-same tile or in tiles next to each other; the others are never visited. Nothing waits for the
-device. Letters: B samples, T tokens, d features.
+same tile or in tiles next to each other; the others are never visited. Where terms have
+cancelled, a second kernel forms the gradient. Nothing waits for the device. Letters: B samples,
+T tokens, d features.
 """
 
 # Kernels have no annotations but Triton's own: it evaluates them when it compiles.
@@ -20,9 +21,13 @@ from torch import Tensor
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
 from opacus.core.kernels.host.operands import check_dtype, check_mask
+from opacus.core.kernels.norms.direct import SLOTS, judge
+from opacus.core.kernels.norms.reference import TRUSTED
 
 SIDE = 32
 K_HALF, K_WIDE = 64, 32
+# Columns of a gradient that one program forms.
+SETTLED_COLUMNS = 256
 # Ids of lookups that do not count: the padding row's and masked ones.
 EXCLUDED = -1
 
@@ -93,7 +98,9 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     gram = _gram(left, left, valid, valid, d, g_d, SIDE, K, WIDEN)
     gram *= own_weight[:, None] * own_weight[None, :]
     same = (own[:, None] == own[None, :]) & valid[:, None]
-    total = tl.sum(tl.sum(tl.where(same, gram, 0.0), 1), 0)
+    gram = tl.where(same, gram, 0.0)
+    total = tl.sum(tl.sum(gram, 1), 0)
+    size = tl.sum(tl.sum(tl.abs(gram), 1), 0)
     # Later tiles hold more of the last id, or nothing that this tile has.
     last = tl.load(ids + tl.minimum(tile * SIDE + SIDE, tokens) - 1)
     start = (tile + 1) * SIDE
@@ -109,9 +116,59 @@ def _table_kernel(  # type: ignore[no-untyped-def]
         gram *= own_weight[:, None] * weight[None, :]
         gram = tl.where(mine[:, None] & others[None, :], gram, 0.0)
         total += 2.0 * tl.sum(tl.sum(gram, 1), 0)
+        size += 2.0 * tl.sum(tl.sum(tl.abs(gram), 1), 0)
         start += SIDE
         following = tl.load(ids + start, mask=start < tokens, other=-1)
-    tl.store(partial + sample * tl.num_programs(0) + tile, total)
+    out = partial + sample * tl.num_programs(0) + tile
+    tl.store(out, total)
+    tl.store(out + tl.num_programs(1).to(tl.int64) * tl.num_programs(0), size)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])  # type: ignore[untyped-decorator]
+def _settle_kernel(  # type: ignore[no-untyped-def]
+    ids,
+    order,
+    g,
+    weights,
+    sums,
+    sizes,
+    out,
+    tokens,
+    slots,
+    d,
+    g_b,
+    g_t,
+    g_d,
+    weights_b,
+    weights_t,
+    MASK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRUSTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Where terms have cancelled, the gradient itself: some columns of one sample."""
+    block, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    total, trusted = judge(sums + sample * slots, sizes + sample * slots, slots, TRUSTED, SLOTS)
+    ids += sample * tokens
+    order += sample * tokens
+    weights += sample * weights_b
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    g += sample * g_b + columns.to(tl.int64) * g_d
+    row = tl.zeros((COLUMNS,), dtype=tl.float32)
+    squares = tl.zeros((COLUMNS,), dtype=tl.float32)
+    last = tl.full((), -1, tl.int64)
+    for place in range(0, tl.where(trusted, 0, tokens)):
+        own, slot = tl.load(ids + place), tl.load(order + place)
+        fresh = own != last  # equal ids lie next to each other
+        squares += tl.where(fresh, row * row, 0.0)
+        inside = (columns < d) & (own >= 0)
+        value = tl.load(g + slot * g_t, mask=inside, other=0.0).to(tl.float32)
+        if MASK:
+            value *= tl.load(weights + slot * weights_t)
+        row = tl.where(fresh, 0.0, row) + tl.where(inside, value, 0.0)
+        last = own
+    value = tl.sum(squares + row * row, 0) + tl.where(trusted & (block == 0), total, 0.0)
+    tl.store(out + sample * tl.num_programs(0) + block, value)
 
 
 def embedding_norm_sq(
@@ -150,21 +207,21 @@ def embedding_norm_sq(
     ids, order = ids.sort(dim=1)
     weighted = weights is not None and weights.is_floating_point()
     tiles = operands.parts(tokens, SIDE)
-    partial = operands.blank((batch, tiles), backprops.device)
+    partial = operands.blank((2, batch, tiles), backprops.device)
+    own = weights if weighted and weights is not None else partial
+    strides = operands.NO_STRIDES if own is partial else (own.stride(0), own.stride(1))
+    ids, order = ids.contiguous(), order.contiguous()
     _variant(weighted, backprops.dtype)(
-        (tiles, batch),
-        ids.contiguous(),
-        order.contiguous(),
-        backprops,
-        weights if weighted and weights is not None else partial,
-        partial,
-        tokens,
-        d,
-        *backprops.stride(),
-        *(weights.stride() if weighted and weights is not None else operands.NO_STRIDES),
-    )
-    # Rounding can leave a tiny negative number where the norm is zero.
-    return partial.sum(1).clamp_(min=0)
+        (tiles, batch), ids, order, backprops, own, partial, tokens, d,
+        *backprops.stride(), *strides,
+    )  # fmt: skip
+    blocks = operands.parts(d, SETTLED_COLUMNS)
+    out = operands.blank((batch, blocks), backprops.device)
+    _settle_variant(weighted)(
+        (blocks, batch), ids, order, backprops, own, *partial.unbind(), out, tokens, tiles, d,
+        *backprops.stride(), *strides,
+    )  # fmt: skip
+    return out.sum(1)
 
 
 @functools.cache
@@ -175,5 +232,17 @@ def _variant(mask: bool, dtype: torch.dtype) -> Variant:
         SIDE=SIDE,
         K=K_WIDE if dtype == torch.float32 else K_HALF,
         WIDEN=operands.interpreted(),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _settle_variant(mask: bool) -> Variant:
+    return Variant(
+        _settle_kernel,
+        MASK=mask,
+        COLUMNS=SETTLED_COLUMNS,
+        TRUSTED=TRUSTED,
+        SLOTS=SLOTS,
         num_warps=4,
     )

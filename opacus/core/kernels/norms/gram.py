@@ -1,8 +1,8 @@
 """Triton kernels of ``||A_i^T G_i||_F^2`` as ``sum_ts (A A^T)_ts (G G^T)_ts``.
 
 The algorithm ``"input_length"``: ``B T^2 (d + p)`` operations. Only tiles on and above the
-diagonal are formed; they stay in registers. Layers with the same input (queries, keys and
-values, say) share its Gram matrix. Letters: B samples, T tokens, d and p features.
+diagonal are formed; they stay in registers. Layers with one input share its Gram matrix. Where
+terms have cancelled, ``direct`` mends the norm. B samples, T tokens, d and p features.
 """
 
 # Kernels have no annotations but Triton's own: it evaluates them when it compiles.
@@ -23,14 +23,8 @@ from torch import Tensor
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
 from opacus.core.kernels.host.operands import Group, Tile, check_mask, check_pair
-from opacus.core.kernels.host.triton_host import (
-    TYPES,
-    address,
-    descriptor,
-    has_specialised,
-    number,
-    own_rows,
-)
+from opacus.core.kernels.host.triton_host import TYPES, address, descriptor, has_specialised, number
+from opacus.core.kernels.norms import direct
 
 # For tensors that the copy engine can read.
 TILES = (
@@ -135,6 +129,7 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
         columns = column * SIDE + tl.arange(0, SIDE)
         own = weights + sample.to(tl.int64) * stride_b
     out = partial + sample.to(tl.int64) * tl.num_programs(0) + slot
+    sizes = COUNT * tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
     for index in tl.static_range(COUNT):
         if index == 0:
             product = gram * _tma_gram(g0_desc, sample, row, column, p0, SIDE, K, STAGES, WIDEN)
@@ -145,6 +140,7 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
         if MASK:
             product = _weigh(product, own, stride_t, rows, columns, tokens)
         tl.store(out, tl.sum(tl.sum(product, 1), 0))
+        tl.store(out + sizes, tl.sum(tl.sum(tl.abs(product), 1), 0))
         out += tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
 
 
@@ -180,13 +176,16 @@ def _table_gram(  # type: ignore[no-untyped-def]
     return gram
 
 
-@triton.jit(do_not_specialize=["samples", "slots", "inputs"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["samples", "slots", "inputs", "outputs"]
+)
 def _table_kernel(  # type: ignore[no-untyped-def]
     table,
     partial,
     samples,
     slots,
     inputs,
+    outputs,
     TYPE: tl.constexpr,
     MASK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -229,8 +228,10 @@ def _table_kernel(  # type: ignore[no-untyped-def]
         if MASK is not None:
             weights = tl.load(entry + 1).to(tl.pointer_type(MASK)) + sample * tl.load(entry + 8)
             product = _weigh(product, weights, tl.load(entry + 9), rows, columns, tokens)
-        value = tl.sum(tl.sum(product, 1), 0)
-        tl.store(partial + (place * samples + sample) * slots + slot, value)
+        out = partial + (place * samples + sample) * slots + slot
+        tl.store(out, tl.sum(tl.sum(product, 1), 0))
+        out += outputs.to(tl.int64) * samples * slots
+        tl.store(out, tl.sum(tl.sum(tl.abs(product), 1), 0))
 
 
 def tiles(device: torch.device) -> tuple[Tile, ...]:
@@ -315,7 +316,7 @@ def _launch_tma(
     batch, tokens, d = a.shape
     side = min(tile.m, operands.power_of_two(tokens, 64))
     group, slots = _slots(tokens, side, tile.group)
-    partial = operands.blank((len(gs), batch, slots), a.device)
+    partial = operands.blank((2, len(gs), batch, slots), a.device)
     three = [*gs, *[gs[0]] * (MOST_SHARED - len(gs))]
     _tma_variant(len(gs), weights is not None, side, group, tile)(
         (slots, batch),
@@ -328,7 +329,7 @@ def _launch_tma(
         *(g.shape[2] for g in three),
         *(operands.NO_STRIDES if weights is None else weights.stride()),
     )
-    return list(_total(partial).unbind(0))
+    return [direct.settle(a, g, weights, partial[:, i]) for i, g in enumerate(gs)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -385,7 +386,7 @@ def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
     if masks is not None:
         table[1:end:INPUT_COLUMNS] = array.array("q", [masks[i] for i in starts])
     table[end::OUTPUT_COLUMNS] = places[1::2]
-    partial = operands.blank((len(plan.sizes), plan.samples, plan.slots), first.device)
+    partial = operands.blank((2, len(plan.sizes), plan.samples, plan.slots), first.device)
     whole = plan.whole if operands.all_aligned(places) else 1
     _table_variant(first.dtype, group.mask_dtype, whole, plan.side, plan.group, plan.tile)(
         (plan.samples * plan.slots, len(starts)),
@@ -394,8 +395,9 @@ def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
         plan.samples,
         plan.slots,
         len(starts),
+        len(plan.sizes),
     )
-    return own_rows(_total(partial), plan.sizes)
+    return direct.settle_group(group, partial)
 
 
 def _starts(group: Group, places: Sequence[int], masks: Sequence[int] | None) -> tuple[int, ...]:
@@ -482,11 +484,6 @@ def _table_variant(
         WIDEN=operands.interpreted(),
         num_warps=tile.warps if side > 32 else min(4, tile.warps),
     )
-
-
-def _total(partial: Tensor) -> Tensor:
-    # Rounding can leave a tiny negative number where the norm is zero.
-    return partial.sum(-1).clamp_(min=0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-not
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant, describe
 from opacus.core.kernels.host.operands import Tile
-from opacus.core.kernels.norms import reference
+from opacus.core.kernels.norms import direct, reference
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +303,9 @@ def _multiply_gram(  # type: ignore[no-untyped-def]
         of_g, stage, phase = _gram(
             rows, columns, ready, empty, stage, phase, g_steps, M, K, STAGES, WARPS
         )
-        value = gl.sum(gl.sum(of_a * of_g, 1), 0)
-        gl.store(partial + place, gl.where(row == column, value, 2 * value))
+        product = of_a * of_g * gl.where(row == column, 1.0, 2.0)
+        gl.store(partial + place, gl.sum(gl.sum(product, 1), 0))
+        gl.store(partial + total + place, gl.sum(gl.sum(gl.abs(product), 1), 0))
 
 
 @gluon.jit(  # type: ignore[untyped-decorator]
@@ -345,7 +346,7 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
     batch, tokens, d = a.shape
     tiles = operands.parts(tokens, tile.m)
     pairs = tiles * (tiles + 1) // 2
-    partial = operands.blank((batch, pairs), a.device)
+    partial = operands.blank((2, batch, pairs), a.device)
     _gram_variant(tile)(
         (min(batch * pairs, operands.multiprocessors(a.device)),),
         _descriptor(a, tile.m, tile.k),
@@ -357,7 +358,7 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         pairs,
         tiles,
     )
-    return partial.sum(1).clamp_(min=0)
+    return direct.settle(a, g, None, partial)
 
 
 @functools.cache

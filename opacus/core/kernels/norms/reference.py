@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
+
 # Largest intermediate result, in elements (256 MB of fp32).
 CHUNK_ELEMENTS = 1 << 26
 # What writing and reading one element of an intermediate result costs, in the
@@ -23,6 +25,9 @@ GRAM_ROWS = 512
 NORM_PART = 4096
 # Tensors up to this size are copied into one, so that their norms are taken in one call.
 SMALL_ELEMENTS = 1 << 16
+# A norm by Gram matrices is trusted where it is more than this share of the sizes of what was
+# added up. Below it, terms of both signs have cancelled and their rounding errors are left.
+TRUSTED = 2.0**-7
 # Up to so many samples their gradients' norms are computed as separate tensors.
 FEW_SAMPLES = 8
 
@@ -124,7 +129,7 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
         return sum_of_squares(activations) * sum_of_squares(backprops)
     if not activations.is_cuda:  # there is no half-precision product with an fp32 result
         activations, backprops = widen(activations), widen(backprops)
-    if gram_is_cheaper(tokens, d, p):
+    if gram_is_cheaper(tokens, d, p) and _can_settle(activations):
         return gram_norm_sq(activations, backprops)
     return width_norm_sq(activations, backprops)
 
@@ -165,24 +170,55 @@ def width_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
 
 
 def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
-    """:func:`product_norm_sq` as ``sum_ts (A A^T)_ts (G G^T)_ts``, a few rows at a time."""
+    """:func:`product_norm_sq` as ``sum_ts (A A^T)_ts (G G^T)_ts``, a few rows at a time.
+
+    Samples whose terms cancel are computed by :func:`width_norm_sq`.
+    """
     batch, tokens, _ = activations.shape
     step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
     a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
-    total = None
+    total = size = activations.new_zeros(batch, dtype=wide_dtype(activations))
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
         # Both are symmetric: what lies right of the diagonal tile counts twice.
         gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
         gram = gram * wide_bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
-        part = gram[:, :, :square].sum((1, 2))
-        if square < gram.shape[2]:
-            part = part + 2 * gram[:, :, square:].sum((1, 2))
-        total = part if total is None else total + part
-    assert total is not None
-    # Rounding can leave a tiny negative number where the norm is zero.
-    return total.clamp(min=0)
+        for part, weight in ((gram[:, :, :square], 1), (gram[:, :, square:], 2)):
+            total = total + weight * part.sum((1, 2))
+            size = size + weight * torch.linalg.vector_norm(part, 1, dim=(1, 2))
+    return _settle(activations, backprops, total, size)
+
+
+def _settle(activations: Tensor, backprops: Tensor, total: Tensor, size: Tensor) -> Tensor:
+    """The norms by Gram matrices where they can be trusted, the others computed directly.
+
+    Args:
+        activations: ``[B, T, d]``.
+        backprops: ``[B, T, p]``.
+        total: ``[B]`` sums of the products of both Gram matrices' elements.
+        size: ``[B]`` sums of their absolute values.
+    """
+    if activations.is_cuda:
+        from opacus.core.kernels.norms import direct
+
+        return direct.settle(activations, backprops, None, torch.stack([total, size]))
+    doubtful = ~(total > TRUSTED * size)  # what is zero or not finite, too
+    if not bool(doubtful.any()):
+        return total
+    samples = doubtful.nonzero().squeeze(1)
+    return total.index_copy(0, samples, width_norm_sq(activations[samples], backprops[samples]))
+
+
+def _can_settle(activations: Tensor) -> bool:
+    """Whether :func:`_settle` finds doubtful norms without making the host wait."""
+    if not activations.is_cuda:
+        return True
+    if activations.dtype not in SUPPORTED or not triton_is_installed():
+        return False
+    from opacus.core.kernels.norms import direct
+
+    return direct.works(activations.device)
 
 
 def table_norm_sq(rows: Tensor, samples: Tensor, values: Tensor, batch: int) -> Tensor:

@@ -47,7 +47,7 @@ COLUMNS = 15
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(tile, m_tiles, n_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def place_of(tile, m_tiles, n_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
     """Row and column of a tile; neighbours share operands, which then stay in the cache."""
     band = GROUP * n_tiles
     first = (tile // band) * GROUP
@@ -79,7 +79,7 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     sample = tl.program_id(1) * samples
     samples = tl.minimum(samples, batch - sample)
-    m, n = _place(tile, m_tiles, n_tiles, GROUP)
+    m, n = place_of(tile, m_tiles, n_tiles, GROUP)
     out = partial + sample.to(tl.int64) * (m_tiles * n_tiles) + tile
     steps = tl.cdiv(tokens, K)
     step = 0
@@ -98,6 +98,46 @@ def _tma_kernel(  # type: ignore[no-untyped-def]
             out += m_tiles * n_tiles
             sample += 1
             step = 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def square_of_tile(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    a, g, weights, tokens, d, p, a_t, a_d, g_t, g_d, weights_t, m, n,
+    MASK: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Sum of squares of one tile of one sample's product; any strides.
+
+    MASK is ``None``, or the dtype of the weights. WHOLE is 1, or what sizes and strides are
+    multiples of where rows are contiguous and aligned.
+    """
+    a_cols, g_cols = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
+    places = tl.arange(0, K)
+    if WHOLE > 1:
+        a_ptrs = a + places[:, None] * a_t + a_cols[None, :]
+        g_ptrs = g + places[:, None] * g_t + g_cols[None, :]
+    else:
+        a_ptrs = a + places[:, None] * a_t + a_cols[None, :] * a_d
+        g_ptrs = g + places[:, None] * g_t + g_cols[None, :] * g_d
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for start in tl.range(0, tokens, K, num_stages=STAGES):
+        inside = (places < tokens - start)[:, None]
+        x = tl.load(a_ptrs, mask=inside & (a_cols < d)[None, :], other=0.0)
+        y = tl.load(g_ptrs, mask=inside & (g_cols < p)[None, :], other=0.0)
+        if MASK is not None:
+            own = weights + (start + places) * weights_t
+            weight = tl.load(own, mask=places < tokens - start, other=0)[:, None]
+            x = tl.where(weight != 0, x, 0.0)  # what is masked may be NaN
+            y = tl.where(weight != 0, y, 0.0)
+            if tl.float32 == MASK:  # a product in half precision would be rounded
+                x, y = x.to(tl.float32), y.to(tl.float32) * weight
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        # "ieee": fp32 is multiplied in fp32. tf32 would keep 11 bits of it.
+        total = tl.dot(tl.trans(x), y, total, input_precision="ieee")
+        a_ptrs += K * a_t
+        g_ptrs += K * g_t
+    return tl.sum(tl.sum(total * total, 1), 0)
 
 
 @triton.jit(do_not_specialize=["samples", "slots"])  # type: ignore[untyped-decorator]
@@ -135,38 +175,17 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     m_tiles, n_tiles = tl.maximum(tl.cdiv(d, M), 1), tl.maximum(tl.cdiv(p, N), 1)
     # Layers with fewer samples or tiles than the largest leave some programs without work.
     tokens = tl.where((sample < batch) & (tile < m_tiles * n_tiles), tokens, 0)
-    m, n = _place(tile, m_tiles, n_tiles, GROUP)
-    a_cols, g_cols = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
-    places = tl.arange(0, K)
-    a_next, g_next = number(row, 8, WHOLE), number(row, 11, WHOLE)
+    m, n = place_of(tile, m_tiles, n_tiles, GROUP)
     a += sample * number(row, 7, WHOLE)
     g += sample * number(row, 10, WHOLE)
-    if WHOLE > 1:
-        a_ptrs = a + places[:, None] * a_next + a_cols[None, :]
-        g_ptrs = g + places[:, None] * g_next + g_cols[None, :]
-    else:
-        a_ptrs = a + places[:, None] * a_next + a_cols[None, :] * tl.load(row + 9)
-        g_ptrs = g + places[:, None] * g_next + g_cols[None, :] * tl.load(row + 12)
-    total = tl.zeros((M, N), dtype=tl.float32)
-    for start in tl.range(0, tokens, K, num_stages=STAGES):
-        inside = (places < tokens - start)[:, None]
-        x = tl.load(a_ptrs, mask=inside & (a_cols < d)[None, :], other=0.0)
-        y = tl.load(g_ptrs, mask=inside & (g_cols < p)[None, :], other=0.0)
-        if MASK is not None:
-            weights = tl.load(row + 2).to(tl.pointer_type(MASK))
-            weights += sample * tl.load(row + 13) + (start + places) * tl.load(row + 14)
-            weight = tl.load(weights, mask=places < tokens - start, other=0)[:, None]
-            x = tl.where(weight != 0, x, 0.0)  # what is masked may be NaN
-            y = tl.where(weight != 0, y, 0.0)
-            if tl.float32 == MASK:  # a product in half precision would be rounded
-                x, y = x.to(tl.float32), y.to(tl.float32) * weight
-        if WIDEN:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        # "ieee": fp32 is multiplied in fp32. tf32 would keep 11 bits of it.
-        total = tl.dot(tl.trans(x), y, total, input_precision="ieee")
-        a_ptrs += K * a_next
-        g_ptrs += K * g_next
-    value = tl.sum(tl.sum(total * total, 1), 0)
+    weights = a
+    if MASK is not None:
+        weights = tl.load(row + 2).to(tl.pointer_type(MASK)) + sample * tl.load(row + 13)
+    value = square_of_tile(
+        a, g, weights, tokens, d, p, number(row, 8, WHOLE), tl.load(row + 9),
+        number(row, 11, WHOLE), tl.load(row + 12), tl.load(row + 14), m, n,
+        MASK, WHOLE, M, N, K, STAGES, WIDEN,
+    )  # fmt: skip
     tl.store(partial + (problem * samples + sample) * slots + tile, value)
 
 
@@ -273,21 +292,15 @@ def grouped_norm_sq(
 def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
     """:func:`grouped_norm_sq` of layers that have been looked at."""
     first, weights = group.tensors[0], group.mask_dtype
-    known = (group.shapes, group.strides, group.mask_strides)
-    plan = _plan(*known, first.dtype, weights, tile)
+    plan = plan_of(group, tile)
     layers = len(plan.sizes)
     if plan.samples == 0:
         return [operands.blank((0,), first.device) for _ in plan.sizes]
-    table, places = plan.table[:], operands.addresses(group.tensors)
-    table[0::COLUMNS] = array.array("q", [places[i] for i in plan.wide])
-    table[1::COLUMNS] = array.array("q", [places[i ^ 1] for i in plan.wide])
-    if group.masks:
-        table[2::COLUMNS] = operands.addresses(group.masks)
+    table, whole = table_of(group, plan)
     partial = operands.blank((layers, plan.samples, plan.slots), first.device)
-    whole = plan.whole if operands.all_aligned(places) else 1
     _table_variant(first.dtype, weights, whole, plan.tile)(
         (plan.samples * plan.slots, layers),
-        operands.upload(table, first.device),
+        table,
         partial,
         plan.samples,
         plan.slots,
@@ -295,7 +308,24 @@ def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
     return own_rows(partial.sum(2), plan.sizes)
 
 
-class _Plan(NamedTuple):
+def plan_of(group: Group, tile: Tile | None = None) -> Plan:
+    """How a launch for these layers goes."""
+    known = (group.shapes, group.strides, group.mask_strides)
+    return _plan(*known, group.tensors[0].dtype, group.mask_dtype, tile)
+
+
+def table_of(group: Group, plan: Plan) -> tuple[Tensor, int]:
+    """The table on the device, and what sizes, strides and addresses are multiples of."""
+    table, places = plan.table[:], operands.addresses(group.tensors)
+    table[0::COLUMNS] = array.array("q", [places[i] for i in plan.wide])
+    table[1::COLUMNS] = array.array("q", [places[i ^ 1] for i in plan.wide])
+    if group.masks:
+        table[2::COLUMNS] = operands.addresses(group.masks)
+    whole = plan.whole if operands.all_aligned(places) else 1
+    return operands.upload(table, group.tensors[0].device), whole
+
+
+class Plan(NamedTuple):
     """What a launch for layers of these shapes depends on.
 
     Attributes:
@@ -325,7 +355,7 @@ def _plan(
     dtype: torch.dtype,
     weights: torch.dtype | None,
     tile: Tile | None,
-) -> _Plan:
+) -> Plan:
     operands.check_shapes(shapes)
     rows, wide, features = [], [], []
     masks = itertools.cycle(mask_strides)
@@ -343,7 +373,7 @@ def _plan(
     sizes = [shape[0] for shape in shapes[::2]]
     whole = operands.whole_of(shapes, strides, dtype)
     table = array.array("q", itertools.chain.from_iterable(rows))
-    return _Plan(tile, max(sizes), max(1, slots), whole, wide, table, sizes)
+    return Plan(tile, max(sizes), max(1, slots), whole, wide, table, sizes)
 
 
 @functools.lru_cache(maxsize=256)

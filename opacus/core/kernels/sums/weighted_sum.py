@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.choice import triton_is_installed
+from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.kernels.norms.reference import wide_dtype, widen
 
 T = TypeVar("T")

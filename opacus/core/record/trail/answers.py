@@ -64,23 +64,23 @@ class Follower:
         self._trail.__enter__()
         return True
 
-    def end(self, *, whole: bool = False) -> None:
+    def end(self, output: Any = None) -> None:
         """The forward pass has ended.
 
         Args:
-            whole: Whether it has gone well.
+            output: Of the model, ``None`` if it failed.
 
         Raises:
-            ValueError: See :meth:`Trail.check_places`.
+            ValueError: See :meth:`Trail.check`.
         """
         trail, found = self._trail, self._found
         self._trail, self._found, self._known = None, {}, None
         if trail is None:
             return
         trail.__exit__(None, None, None)
-        if whole:
-            trail.check_places()
-        if not whole or not found or len(self._answers) >= MOST_ANSWERS:
+        if output is not None:
+            trail.check([t for t in tree_leaves(output) if isinstance(t, Tensor)])
+        if output is None or not found or len(self._answers) >= MOST_ANSWERS:
             return
         units = [u for uses in found.values() for u in uses]
         plain = all(u is None for u in units)

@@ -1,8 +1,8 @@
 """Follows whose rows tensors have while a model runs, operation by operation.
 
 Note [The trail]
-    Each tensor that depends on the batch has a label (:mod:`opacus.core.record.trail.labels`): the unit of
-    each of its elements. An operation that only moves elements moves the label in the same way; one
+    Each tensor that depends on the batch has a label (see ``labels.py``): the unit of each of its
+    elements. An operation that only moves elements moves the label in the same way; one
     that computes gives its result the label of its operands, if each element is made of those of
     one unit. Where elements of several units meet, and where an operation is not known, the trail
     ends, with the reason: nothing is guessed.
@@ -79,7 +79,8 @@ class Trail(TorchDispatchMode):
 
     def state(self, tensor: Tensor) -> State:
         """Whose the elements of a tensor are."""
-        return self._memory.state(tensor) if is_plain(tensor) else None
+        # Parameters are nobody's, also those that FSDP puts into memory of its own.
+        return self._memory.state(tensor) if type(tensor) is Tensor else None
 
     def layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
@@ -105,17 +106,18 @@ class Trail(TorchDispatchMode):
         if mixed is not None:
             raise ValueError(
                 f"{spec} is given rows that are of no single sample: {mixed.reason}. Its gradient "
-                "has no part that belongs to one sample; freeze the layer, or compute what it is "
-                "given from one sample at a time"
+                "has no part that belongs to one sample. Compute what it is given from one sample "
+                "at a time, freeze the layer, or, if dimension 0 of the model's inputs is time, "
+                "use batch_first=False"
             )
         rows = output.shape[batch_dim] if output.dim() > batch_dim else 0
         if rows != self.count:
             reason = state.reason if isinstance(state, Lost) else "computed from no input"
             raise ValueError(
-                f"{spec} gives {rows} rows in a batch of {self.count} samples, and whose they are "
-                f"is not known ({reason}). Let the batch be the first dimension of its input "
-                "(expand position ids to [batch, length], say), say whose rows they are "
-                "(opacus.units), or freeze the layer"
+                f"{spec}, whose output is of shape {tuple(output.shape)}, gives {rows} rows in a "
+                f"batch of {self.count} samples, and whose they are is not known ({reason}). Let "
+                "the batch be the first dimension of its input (expand position ids to [batch, "
+                "length], say), say whose rows they are (opacus.units), or freeze the layer"
             )
         self._memory.put(output, Labels(self._in_order(output.dim(), batch_dim), assumed=spec))
         return None
@@ -125,11 +127,12 @@ class Trail(TorchDispatchMode):
         _, before = self._used.get(spec.name, (spec, torch.zeros_like(used)))
         self._used[spec.name] = spec, before + used
 
-    def check_places(self) -> None:
-        """Check that no layer ran on some samples more often for their place in the batch alone.
+    def check(self, outputs: Sequence[Tensor]) -> None:
+        """Check the whole forward pass of a model that has given ``outputs``.
 
         Raises:
-            ValueError: One did: what it does with a sample depends on how many others there are.
+            ValueError: A layer ran on some samples more often for their place in the batch alone,
+                or an output with a row for each sample mixes them.
         """
         for spec, used in self._used.values():
             if int(used.min()) != int(used.max()):
@@ -137,6 +140,15 @@ class Trail(TorchDispatchMode):
                     f"{spec} runs more often on some samples than on others, by their place in "
                     "the batch (a slice such as h[5:]), so a sample's gradient depends on how many "
                     "others there are: choose by what is in a sample (a mask), or freeze the layer"
+                )
+
+        for output in outputs:
+            state = self.state(output)
+            rows = output.requires_grad and self.count in output.shape[:2]
+            if rows and isinstance(state, Lost) and state.mixed:
+                raise ValueError(
+                    f"an output of the model, {tuple(output.shape)}, is of no single sample: "
+                    f"{state.reason}. A loss of it has no part that belongs to one sample"
                 )
 
     # --- operations ---
@@ -156,19 +168,30 @@ class Trail(TorchDispatchMode):
             return result
         written = [arguments[a.name] for a in schema.arguments if _is_written(a)]
         results = [t for t in tree_leaves(result) if is_plain(t)]
+        concerns = True
         if name in _UNWRITTEN:
             states: Sequence[State] = [UNWRITTEN] * len(results)
-        elif any(self.state(t) is not None for t in tensors_in(arguments.values())):
+        elif self._concerns(arguments.values(), written):
             states = self._follow(func, name, arguments, result, results)
         else:
-            states = [None] * len(results)
-        self._note(schema, in_place, written, results, states)
+            states, concerns = [None] * len(results), False
+        self._note(schema, in_place, concerns, written, results, states)
         return result
+
+    def _concerns(self, arguments: Iterable[Any], written: Sequence[Any]) -> bool:
+        """Whether an operation reads what depends on the batch, or writes to it."""
+        targets = {id(t) for t in tensors_in(written)}
+        states = [(t, self.state(t)) for t in tensors_in(arguments)]
+        return any(
+            state is not None and not (state is UNWRITTEN and id(t) in targets)
+            for t, state in states
+        )
 
     def _note(
         self,
         schema: Any,
         in_place: bool,
+        concerns: bool,
         written: Sequence[Any],
         results: Sequence[Tensor],
         states: Sequence[State],
@@ -179,12 +202,12 @@ class Trail(TorchDispatchMode):
                 self._memory.write(tensor, state)
             else:
                 self._memory.put(tensor, state)
-        ended = Lost(f"{schema.name} writes to a tensor")
-        tracked = any(state is not None for state in states) or not states
+        if in_place:
+            return
+        state = Lost(f"{schema.name} writes to a tensor") if concerns else None
         for tensor in tensors_in(written):
-            own = next((s for t, s in zip(results, states, strict=True) if t is tensor), None)
-            if is_plain(tensor) and own is None and tracked and not in_place:
-                self._memory.write(tensor, ended)
+            if is_plain(tensor) and not any(tensor is result for result in results):
+                self._memory.write(tensor, state)
 
     def _follow(
         self,
@@ -195,6 +218,8 @@ class Trail(TorchDispatchMode):
         results: Sequence[Tensor],
     ) -> Sequence[State]:
         """The states of the results of an operation on tensors of the batch."""
+        if _is_view(func._schema) and self.state(next(iter(arguments.values()))) is UNWRITTEN:
+            return [UNWRITTEN] * len(results)
         handler = _HANDLERS.get(name)
         if handler is None and torch.Tag.pointwise in func.tags:
             handler = pointwise
@@ -250,6 +275,10 @@ def _name(schema: Any) -> tuple[str, bool]:
     first = schema.arguments[0] if schema.arguments else None
     in_place = name.endswith("_") and first is not None and _is_written(first)
     return (name[:-1] if in_place else name), in_place
+
+
+def _is_view(schema: Any) -> bool:
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_written(argument: Any) -> bool:

@@ -1,0 +1,262 @@
+"""A forward pass that will be checked, and runs of the model on some of its units."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from opacus.core.isolation.losses import batch_mean
+from opacus.core.isolation.probe import IncomparableError, Start
+from opacus.core.isolation.unit_slices import UnitRows, fitted
+
+# Most units that are run together, and elements of tensors that are copied as they are.
+TOGETHER = 8
+COPIED_ELEMENTS = 1 << 24
+_NARROW = (torch.float16,)
+
+
+class Watch:
+    """A forward pass of the model that will be checked: its arguments, and what came back.
+
+    Args:
+        inputs: ``(args, kwargs)`` of the model.
+        rows: Where these have their units.
+        key: The structure of the batch.
+        shared: Whether the gradient of a scalar output is that of a mean, over units.
+        notice: Told of a loss that is a mean over more than samples.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        rows: UnitRows,
+        key: Hashable,
+        shared: bool,
+        notice: Callable[[str], None] | None,
+    ) -> None:
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        small = sum(t.numel() for t in tensors) <= COPIED_ELEMENTS
+        self.inputs = _copied(inputs) if small else inputs
+        self.rows = rows
+        self.key = key
+        self.shared = shared
+        self.received: set[int] = set()  # places of outputs that got a gradient
+        self.chosen: list[int] = []
+        self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
+        self.dims: dict[int, int] = {}  # that count units, of these outputs
+        self.scalars: dict[int, Tensor] = {}
+        self.divided = True  # whether all of these outputs are made of units
+        self.contexts = _autocast_states()
+        self._versions = [] if small else [(t, t._version) for t in tensors]
+        self._notice = notice
+
+    def gate(self, output: Any) -> Any:
+        """``output`` of the model, whose gradient will be noted."""
+        leaves, tree = tree_flatten(output)
+        for place, leaf in enumerate(leaves):
+            if _differentiable(leaf):
+                leaves[place] = _Gate.apply(self, place, leaf)
+        return tree_unflatten(leaves, tree)
+
+    def receive(self, place: int, grad: Tensor) -> None:
+        """The gradient of an output has come; the first one counts."""
+        if place in self.received:
+            return
+        self.received.add(place)
+        said = batch_mean(grad, _GATES) if self._notice is not None else None
+        if self._notice is not None and said is not None:
+            self._notice(said)
+        units = self.rows.units
+        if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
+            self.scalars[place] = grad.detach().reshape(())
+            return
+        dim = self.rows.output_dim(grad)
+        if dim is None:
+            self.divided = False
+        elif units:
+            front = grad.detach().movedim(dim, 0)
+            self.dims[place] = dim
+            self._keep(place, front.reshape(units, -1, *front.shape[1:]))
+
+    def _keep(self, place: int, grad: Tensor) -> None:
+        """Keep the rows ``[units, m, ...]`` of a few units."""
+        if not self.chosen:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide)
+            self.chosen = _choose(norms.tolist(), self._count())
+        kept = grad if len(self.chosen) == len(grad) else grad[self.chosen]
+        large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
+        self.cotangents[place] = kept.cpu() if large else kept
+
+    def prepare(self) -> bool:
+        """All gradients have come; whether there is anything to run."""
+        if not self.chosen and self.scalars:
+            self.chosen = _choose([1.0] * self.rows.units, self._count())
+        every = [*self.cotangents.values(), *self.scalars.values()]
+        largest = max((float(t.abs().max()) for t in every if t.numel()), default=0.0)
+        unchanged = all(t._version == version for t, version in self._versions)
+        if not (self.chosen and unchanged and math.isfinite(largest) and largest > 0):
+            return False
+        if any(t.dtype in _NARROW for t in every):  # to the size with most digits, all alike
+            factor = 2.0 ** -math.frexp(largest)[1]
+            self.cotangents = {p: t * factor for p, t in self.cotangents.items()}
+            self.scalars = {p: t * factor for p, t in self.scalars.items()}
+        return True
+
+    def _count(self) -> int:
+        """How many units are run together: no size of the inputs, so that it means units."""
+        units = self.rows.units
+        tensors = [t for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
+        sizes = {s for t in tensors for d, s in enumerate(t.shape) if d != self.rows.dim(t)}
+        most = min(units, TOGETHER)
+        return next((n for n in range(most, 1, -1) if n not in sizes), most)
+
+
+class _Gate(torch.autograd.Function):
+    """Identity on an output of the model, which tells a watch the gradient that comes back.
+
+    One for each output: a layer behind one that is not used must not get a gradient of zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, watch: Watch, place: int, output: Tensor) -> Tensor:
+        ctx.watch, ctx.place = watch, place
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            ctx.watch.receive(ctx.place, grads[0])
+        return None, None, grads[0]
+
+
+# The nodes that it leaves in the graph.
+_GATES: Any = _Gate._backward_cls  # type: ignore[attr-defined]
+
+
+class WatchedRuns:
+    """Runs the model on units of a watched batch: a :class:`~opacus.core.isolation.probe.Runs`."""
+
+    def __init__(self, model: nn.Module, watch: Watch, made_up: int = 0) -> None:
+        self.model = model
+        self.watch = watch
+        self.made_up = made_up
+        self.rows = watch.rows
+
+    @property
+    def count(self) -> int:
+        return self.made_up or len(self.watch.chosen)
+
+    def unit(self, place: int) -> int:
+        return self.watch.chosen[place] if self.watch.chosen else place
+
+    def start(self, places: Sequence[int]) -> Start:
+        watch = self.watch
+        if self.made_up:
+            args, kwargs = self.rows.made_up(watch.inputs, len(places))
+        else:
+            rows = [watch.chosen[place] for place in places]
+            args, kwargs = self.rows.select(watch.inputs, rows)
+        with ExitStack() as stack:
+            for context in watch.contexts:
+                stack.enter_context(torch.autocast(**context))
+            output = self.model(*args, **kwargs)
+        leaves = tree_leaves(output)
+        if self.made_up:
+            used = [leaf for leaf in leaves if _differentiable(leaf) and leaf.requires_grad]
+            return used, [torch.ones_like(leaf) for leaf in used]
+        tensors, grads = [], []
+        for place, gradient in watch.scalars.items():
+            share = len(places) / self.rows.units if watch.shared else 1.0
+            tensors.append(_output(leaves, place, 0))
+            grads.append((gradient * share).to(tensors[-1]).reshape(tensors[-1].shape))
+        for place, cotangent in watch.cotangents.items():
+            leaf = _output(leaves, place, cotangent.dim() - 1)
+            each = cotangent.shape[1]
+            front = leaf.movedim(watch.dims[place], 0)
+            if len(front) != len(places) * each:
+                raise IncomparableError("its outputs have no row for each sample")
+            index = torch.tensor(list(places), device=cotangent.device)
+            tensors.append(front)
+            grads.append(fitted(cotangent[index].flatten(0, 1), front))
+        return tensors, grads
+
+
+class LossRuns:
+    """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        rows: UnitRows,
+        loss: Callable[[Any, Any], Any],
+        shared: bool,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._rows = rows
+        self._loss = loss
+        self._shared = shared
+        self.count = min(rows.units, TOGETHER)
+
+    def unit(self, place: int) -> int:
+        return place
+
+    def start(self, places: Sequence[int]) -> Start:
+        value = self._loss(self._model, self._rows.select(self._batch, places))
+        value = getattr(value, "loss_per_sample", value)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
+        one = value.dim() == 0 and self._shared
+        return [value.sum() * len(places) if one else value.sum()], [torch.ones_like(value.sum())]
+
+
+def _choose(norms: list[float], count: int) -> list[int]:
+    """Units to be run: those with the largest and smallest gradients, and others."""
+    finite = [i for i, norm in enumerate(norms) if math.isfinite(norm)]
+    if len(finite) <= count:
+        return finite
+    order = sorted(finite, key=lambda i: (norms[i] == 0, norms[i]))
+    ends = [max(finite, key=lambda i: norms[i]), order[0]][:count]
+    others = [i for i in finite if i not in ends]
+    return ends + random.Random(len(norms)).sample(others, count - len(ends))
+
+
+def _output(leaves: list[Any], place: int, dims: int) -> Tensor:
+    leaf = leaves[place] if place < len(leaves) else None
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad or (dims and leaf.dim() != dims):
+        raise IncomparableError("its outputs are others for other numbers of samples")
+    return leaf
+
+
+def _copied(inputs: Any) -> Any:
+    leaves, tree = tree_flatten(inputs)
+    copies = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if type(leaf) is Tensor else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(copies, tree)
+
+
+def _autocast_states() -> list[dict[str, Any]]:
+    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return [
+        {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+        }
+        for kind in kinds
+    ]
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,194 @@
+"""Steps are made of the batches that were drawn: all of one draw, each item as one sample, once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.core.privacy.draws import Draws
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+MODES = ["hooks", "ghost", "ghost_bk"]
+N = 24
+
+
+def private(mode: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(torch.randn(N, 4), torch.arange(N) % 3)
+    loader = DataLoader(data, **{"batch_size": 6, **changes})
+    engine = PrivacyEngine()
+    out = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+    return engine, out[0], out[1], (out[2] if len(out) == 4 else nn.CrossEntropyLoss()), out[-1]
+
+
+def step(run: Any, batch: Any) -> None:
+    _, model, optimizer, criterion, _ = run
+    optimizer.zero_grad()
+    criterion(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def windows(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return (
+        torch.cat([x[None].repeat(2, 1) for x, _ in items]),
+        torch.stack([y for _, y in items]).repeat_interleave(2),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_rows_of_an_item_are_refused(mode: str) -> None:
+    run = private(mode, collate_fn=windows, batch_size=N)
+    batch = next(iter(run[-1]))
+    with pytest.raises(RuntimeError, match=rf"drew {N} items .* the step saw {2 * N} samples"):
+        step(run, batch)
+    assert len(run[0].accountant) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_part_of_a_batch_is_refused_and_all_parts_are_fine(mode: str) -> None:
+    run = private(mode, batch_size=N)
+    (x, y) = next(iter(run[-1]))
+    with pytest.raises(RuntimeError, match="saw 5 samples"):
+        step(run, (x[:5], y[:5]))
+    _, model, optimizer, criterion, _ = run
+    optimizer.reset_accumulation()
+    for part in (slice(0, 5), slice(5, N)):
+        optimizer.signal_skip_step(part.stop < N)
+        optimizer.zero_grad()
+        criterion(model(x[part]), y[part]).backward()
+        optimizer.step()
+    assert run[0].accountant.history == [(1.0, 1.0, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_usual_loops(mode: str, workers: int) -> None:
+    """Batches left out, fetched ahead, looked at twice; several passes."""
+    run = private(mode, num_workers=workers)
+    loader, steps = run[-1], 0
+    for _ in range(2):
+        for k, batch in enumerate(loader):
+            if k != 1:  # left out
+                step(run, batch)
+                steps += 1
+    batches = list(loader)  # all of them fetched ahead
+    for batch in batches:
+        step(run, batch)
+    next(iter(loader))  # a look at one
+    for batch in loader:
+        step(run, batch)
+    assert len(run[0].accountant) == steps + 2 * len(loader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_draws_in_one_step_are_refused(mode: str) -> None:
+    run = private(mode)
+    batches = iter(run[-1])
+    run[2].signal_skip_step(True)
+    step(run, next(batches))
+    with pytest.raises(RuntimeError, match="several batches of the Poisson loader"):
+        step(run, next(batches))
+    assert len(run[0].accountant) == 0
+    run[2].reset_accumulation()
+    step(run, next(batches))
+    assert len(run[0].accountant) == 1
+
+
+def test_loader_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = private("hooks")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            step(run, (torch.randn(6, 4), torch.zeros(6).long()))
+    assert len([r for r in caplog.records if "not been iterated" in r.getMessage()]) == 1
+    used = private("hooks")
+    caplog.clear()
+    for batch in used[-1]:
+        step(used, batch)
+    assert "iterated" not in caplog.text
+
+
+def physical(run: Any, leave: Any, passes: int = 2) -> list[list[int]]:
+    """The logical batches of steps, as sizes of their physical ones; `leave(k, size)` those left."""
+    _, model, optimizer, criterion, loader = run
+    released: list[list[int]] = []
+    parts: list[int] = []
+    plain = optimizer.original_optimizer.step
+
+    def spy() -> None:
+        released.append(parts.copy())
+        parts.clear()
+        plain()
+
+    optimizer.original_optimizer.step = spy
+    k = 0
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as batches:
+        for _ in range(passes):
+            for x, y in batches:
+                k += 1
+                optimizer.zero_grad()
+                if leave(k):
+                    continue
+                parts.append(len(x))
+                criterion(model(x), y).backward()
+                optimizer.step()
+    return released
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_physical_batch_left_without_its_step_takes_no_part(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = private(mode, batch_size=N)  # the rate is 1: five parts of 24
+    assert physical(run, lambda k: False) == [[5, 5, 5, 5, 4]] * 2
+    assert physical(run, lambda k: k in (2, 6)) == [[5, 5, 5, 4], [5, 5, 5, 4]]
+    assert "its samples take no part" in caplog.text
+    assert run[0].accountant.history == [(1.0, 1.0, 4)]
+    with pytest.raises(RuntimeError, match="last physical batch of a logical batch was left"):
+        physical(run, lambda k: k == 5)
+    assert physical(run, lambda k: False) == [[5, 5, 5, 5, 4]] * 2  # the left one is forgotten
+    assert run[0].accountant.history == [(1.0, 1.0, 6)]
+
+
+def test_draws_of_an_empty_batch_and_of_parts() -> None:
+    draws = Draws()
+    draws.deliver(0)
+    draws.check(0, final=True)
+    draws.deliver(3, last=False)
+    draws.deliver(2)
+    draws.check(3, final=False)
+    draws.check(2, final=True)
+    draws.deliver(3)
+    with pytest.raises(RuntimeError, match="drew 3 items for this batch, but the step saw 2"):
+        draws.check(2, final=True)
+    draws.check(3, final=True)
+    draws.check(7, final=True)  # nothing that was drawn waits: from elsewhere
+
+
+def test_losses_of_batches_of_other_sizes_are_not_added(caplog: pytest.LogCaptureFixture) -> None:
+    _, model, _, criterion, _ = private("hooks")
+    with pytest.raises(ValueError, match="forward passes on 3 and 5 samples"):
+        sum(criterion(model(torch.randn(b, 4)), torch.zeros(b).long()) for b in (3, 5)).backward()
+    _, model, _, criterion, _ = private("hooks")
+    model(torch.randn(5, 4))  # dropped
+    criterion(model(torch.randn(3, 4)), torch.zeros(3).long()).backward()
+    assert "Losses of several forward passes" not in caplog.text
+    _, model, _, criterion, _ = private("hooks")
+    sum(criterion(model(torch.randn(3, 4)), torch.zeros(3).long()) for _ in range(2)).backward()
+    assert "Losses of several forward passes" in caplog.text
