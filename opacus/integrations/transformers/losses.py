@@ -162,10 +162,12 @@ def by_function(function: Callable[..., Any], outputs: Tensors, inputs: Tensors)
         labels = _cut(inputs, count, start, stop).get("labels")
         return function(own, labels, num_items_in_batch=None)
 
-    if count != 1:
-        whole = of(0, count)
-        if isinstance(whole, Tensor) and whole.shape == (count,):
-            return whole
+    if count == 0:
+        first = next(v for v in outputs.values() if isinstance(v, Tensor))
+        return first.flatten(1).sum(1)
+    whole = of(0, count)
+    if isinstance(whole, Tensor) and whole.shape == (count,):
+        return whole
     return torch.stack([of(i, i + 1).reshape(()) for i in range(count)])
 
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import seed_worker
 
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.key import SystemGenerator, reproducible_from_environment
-from opacus.data_loader import DPDataLoader, sample_rate_of
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader, sample_rate_of
 from opacus.integrations.transformers import checkpoints
 from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import (
@@ -83,6 +83,7 @@ class DPTrainerMixin(PrivateSaving):
         self._criterion: Any = None
         self._mode = privacy.grad_sample_mode
         self._norms: list[Tensor] = []
+        self._blank: CollateFnWithEmpty | None = None
         super().__init__(*args, **kwargs)
         self._check_built()
         # Trainer's own accumulation would sum several Poisson batches.
@@ -110,8 +111,9 @@ class DPTrainerMixin(PrivateSaving):
         refuse_model(self.model)
         if not hasattr(type(self), "_prepare_for_training"):
             raise ImportError("private training needs transformers 5.17 or newer")
-        if type(self).per_sample_loss is DPTrainerMixin.per_sample_loss:
-            self._loss = None if self.compute_loss_func is not None else loss_of(self._bare_model())
+        overridden = type(self).per_sample_loss is not DPTrainerMixin.per_sample_loss
+        if self.compute_loss_func is None and not overridden:
+            loss_of(self._bare_model())
 
     def _check_batch(self) -> None:
         if self.expected_batch_size > self._size:
@@ -200,8 +202,8 @@ class DPTrainerMixin(PrivateSaving):
         """
         if self.compute_loss_func is not None:
             return by_function(self.compute_loss_func, outputs, inputs)
-        assert self._loss is not None
-        return self._loss(outputs, inputs, smoothing=self.args.label_smoothing_factor)
+        loss = loss_of(self._bare_model())
+        return loss(outputs, inputs, smoothing=self.args.label_smoothing_factor)
 
     # --- data ---
 
@@ -241,13 +243,17 @@ class DPTrainerMixin(PrivateSaving):
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], None]:
         """The next logical batch; the number of its tokens must not scale any loss."""
-        return [b for b in (next(epoch_iterator, None) for _ in range(num_batches)) if b], None
+        drawn = (next(epoch_iterator, None) for _ in range(num_batches))
+        return [batch for batch in drawn if batch is not None], None
 
-    def _made_up(self) -> Any:
-        """A physical batch whose loss will be multiplied by 0, for models that need rows."""
-        collate = self._private_loader.collate_fn
-        collate = getattr(collate, "wrapped_collator_fn", collate)
-        return collate([self._private_loader.dataset[0]]).chunks[0]
+    def _no_examples(self) -> dict[str, Any]:
+        """A physical batch of no examples, as the model gets it."""
+        if self._blank is None:
+            collate = self._private_loader.collate_fn
+            collate = getattr(collate, "wrapped_collator_fn", collate)
+            dataset = self._private_loader.dataset
+            self._blank = CollateFnWithEmpty(collate.collate, dataset=dataset)
+        return dict(self._blank([]))
 
     # --- becoming private ---
 
@@ -356,7 +362,7 @@ class DPTrainerMixin(PrivateSaving):
         """Clip and sum a logical batch, a physical one at a time; Trainer's step adds the noise."""
         model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        parts = agreed_parts(len(inputs.chunks))
+        parts = agreed_parts(max(1, len(inputs.chunks)))
         total = torch.zeros((), device=self.args.device)
         for part in range(parts):
             last = part == parts - 1
@@ -370,7 +376,7 @@ class DPTrainerMixin(PrivateSaving):
 
     def _physical_step(self, model: Any, chunk: Any, size: int) -> Tensor:
         """Backward pass of one physical batch; returns the sum of its losses."""
-        batch = self._prepare_inputs(dict(chunk if size else self._made_up()))
+        batch = self._prepare_inputs(dict(chunk) if size else self._no_examples())
         with self.compute_loss_context_manager():
             outputs, inputs = self.model_outputs(model, batch)
             named = {_OUTPUT + k: v for k, v in outputs.items()}
@@ -378,9 +384,8 @@ class DPTrainerMixin(PrivateSaving):
             if self._criterion is not None:
                 loss = self._criterion(**named)
             else:
-                loss = self._losses(**named).mean()
-        if not size:
-            loss = loss * 0.0
+                loss = self._losses(**named)
+                loss = loss.mean() if size else loss.sum()
         loss.backward()
         if not size:
             return torch.zeros((), device=self.args.device)

@@ -97,7 +97,7 @@ def in_pairs(rows: Any) -> Any:
     """``[2B, ...]``, chosen before rejected, as ``[B, 2, ...]``; what is no tensor stays."""
     if not isinstance(rows, Tensor):
         return rows
-    return rows.unflatten(0, (2, -1)).transpose(0, 1)
+    return rows.unflatten(0, (2, len(rows) // 2)).transpose(0, 1)
 
 
 def take_pairs(model: Any) -> None:
@@ -110,7 +110,8 @@ def take_pairs(model: Any) -> None:
         tensors = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
         rows = {k: v.flatten(0, 1) for k, v in tensors.items()}
         outputs = rows_only(*args, **{**kwargs, **rows})
-        return {"logits": outputs["logits"].unflatten(0, (-1, 2))}
+        logits = outputs["logits"]
+        return {"logits": logits.unflatten(0, (len(logits) // 2, 2))}
 
     model.forward = types.MethodType(forward, model)
 
