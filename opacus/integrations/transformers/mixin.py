@@ -28,7 +28,7 @@ from opacus.integrations.transformers.batches import (
 )
 from opacus.integrations.transformers.card import Guarantee
 from opacus.integrations.transformers.losses import Outputs, by_function, loss_of
-from opacus.integrations.transformers.placement import placed, refuse_plugin
+from opacus.integrations.transformers.placement import placed, plugin_of, refuse_plugin
 from opacus.integrations.transformers.refusals import (
     refuse_arguments,
     refuse_data,
@@ -60,7 +60,7 @@ class DPTrainerMixin(PrivateSaving):
     - Logs have ``epsilon``; checkpoints ``privacy.pt``; model cards a section on the guarantee.
 
     Several processes: as with Trainer, by ``torchrun`` or ``accelerate launch``; replicated, or
-    sharded by FSDP2 with ``fsdp="full_shard"``.
+    sharded by FSDP2 with ``fsdp=True``.
 
     Args:
         args, kwargs: Those of the Trainer.
@@ -91,7 +91,7 @@ class DPTrainerMixin(PrivateSaving):
         self._accumulation = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1
         # The model is placed here; see `placement`.
-        self._plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        self._plugin = plugin_of(self.accelerator, self.args)
         refuse_plugin(self._plugin)
         self.is_fsdp_enabled = False
         self.privacy_engine = PrivacyEngine(

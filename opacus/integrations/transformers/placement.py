@@ -6,6 +6,7 @@ after the hooks have been attached. So the model is placed here, before it becom
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from opacus.core.platform.sharded import is_fsdp
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
+
+
+def plugin_of(accelerator: Any, args: Any) -> Any:
+    """Settings of FSDP, if it is asked for; ``None`` if not.
+
+    On CPUs accelerate leaves its plugin out, and falls back to DDP without a word.
+
+    Args:
+        accelerator: Of the Trainer; ``accelerate launch`` may have asked for FSDP.
+        args: ``TrainingArguments``.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    settings = getattr(args, "fsdp_plugin_args", None)
+    return SimpleNamespace(**settings) if plugin is None and settings else plugin
 
 
 def refuse_plugin(plugin: Any) -> None:
