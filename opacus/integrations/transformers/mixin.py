@@ -71,6 +71,9 @@ class DPTrainerMixin(PrivateSaving):
         TypeError: The Trainer has a loss of its own that is one for the batch.
     """
 
+    # Rows of the model's layers that an example becomes.
+    rows_per_example = 1
+
     def __init__(self, *args: Any, privacy: DPArguments, **kwargs: Any) -> None:
         if not isinstance(privacy, DPArguments):
             raise TypeError(f"privacy must be DPArguments(...), got {type(privacy).__name__}")
@@ -329,6 +332,9 @@ class DPTrainerMixin(PrivateSaving):
             wrap_model=False,
         )
         self._private, self._private_loader = private, loader
+        lone = getattr(private._recorder, "lone", None) if hasattr(private, "_recorder") else None
+        if lone is not None and self.rows_per_example > 1:
+            lone.rule_out("an example is several rows of the model's layers")
         self._criterion = criterion[0] if criterion else None
         choice = getattr(private, "auto_choice", None)
         self._mode = mode if choice is None else choice.mode

@@ -26,6 +26,8 @@ class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
     weighted sums of them; others are refused.
     """
 
+    rows_per_example = 2
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[2] if len(args) > 2 else None)
         if arguments is not None:
@@ -35,16 +37,22 @@ class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
 
     def model_outputs(self, model: Any, inputs: dict[str, Any]) -> tuple[dict, dict]:
         """Logits ``[B, 2, T, V]`` of the pairs, and what the loss needs beside them."""
-        logps = [inputs.get("ref_chosen_logps"), inputs.get("ref_rejected_logps")]
-        if logps[0] is None or logps[1] is None:
-            reference = self.model if self.ref_model is None else self.ref_model
-            logps = list(self.compute_ref_log_probs(reference, inputs))
         pairs = {k: in_pairs(v) for k, v in inputs.items() if not k.startswith("ref_")}
         own = {k: v for k, v in pairs.items() if k not in _NOT_THE_MODELS}
         outputs = model(**own, as_pairs=True, use_cache=False)
         needed = {"input_ids": pairs["input_ids"], "completion_mask": pairs["completion_mask"]}
-        reference_logps = torch.stack([x.detach() for x in logps if x is not None], dim=1)
-        return {"logits": outputs["logits"]}, {**needed, "reference": reference_logps}
+        return {"logits": outputs["logits"]}, {**needed, "reference": self._reference(inputs)}
+
+    def _reference(self, inputs: dict[str, Any]) -> Tensor:
+        """``[B, 2]``: log-probabilities of the answers under the reference model."""
+        if self.precompute_ref_logps:
+            logps = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        elif not len(inputs["input_ids"]):  # which it cannot run on
+            logps = (torch.zeros(0, device=self.args.device),) * 2
+        else:
+            model = self.model if self.ref_model is None else self.ref_model
+            logps = self.compute_ref_log_probs(model, inputs)
+        return torch.stack([value.detach() for value in logps], dim=1)
 
     def per_sample_loss(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
         """``[B]``: the loss of each pair."""
