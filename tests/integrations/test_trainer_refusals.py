@@ -29,13 +29,20 @@ PRIVACY = DPArguments(noise_multiplier=1.0)
         ({"target_epsilon": 0.0}, "target_epsilon must be finite and above 0"),
         ({"target_epsilon": float("inf")}, "target_epsilon must be finite"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be finite and at least 0"),
-        ({"noise_multiplier": 1.0, "clipping_norm": 0.0}, "clipping_norm must be finite and above 0"),
+        (
+            {"noise_multiplier": 1.0, "clipping_norm": 0.0},
+            "clipping_norm must be finite and above 0",
+        ),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be below 1"),
         ({"noise_multiplier": 1.0, "grad_sample_mode": "fast"}, "grad_sample_mode must be one of"),
         ({"noise_multiplier": 1.0, "accountant": "none"}, "none"),
         ({"noise_multiplier": 1.0, "privacy_unit": "user"}, "privacy_unit must be one of .* users"),
         (
-            {"noise_multiplier": 1.0, "grad_sample_mode": "hooks", "log_private_gradient_norms": True},
+            {
+                "noise_multiplier": 1.0,
+                "grad_sample_mode": "hooks",
+                "log_private_gradient_norms": True,
+            },
             "log_private_gradient_norms",
         ),
     ],
