@@ -242,6 +242,9 @@ class Isolation:
         Raises:
             IsolationError: A unit is not the same alone.
         """
+        if not self._pending and self._refusal is None:
+            self.schedule.steps += 1
+            return
         pending, self._pending, self._watch = self._pending, [], None
         refusal, self._refusal = self._refusal, None
         try:

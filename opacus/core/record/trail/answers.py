@@ -105,7 +105,11 @@ class Follower:
             RuntimeError: The model runs otherwise than it did on inputs of the same structure.
         """
         if self._trail is not None:
-            units = self._trail.layer(spec, inputs, output, batch_dim)
+            try:
+                units = self._trail.layer(spec, inputs, output, batch_dim)
+            except ValueError:
+                self._trail.moved = True  # nothing to be remembered
+                raise
             self._found.setdefault(spec.name, []).append(units)
             return units
         units = self._next(spec)
