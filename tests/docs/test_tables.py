@@ -44,7 +44,9 @@ def test_the_readme_gives_medians_and_ranges_over_all_cells() -> None:
     cells = measured.all_cells()
     ours = [c for c in cells if (c.mode, c.package, c.deferred) == ("ghost_fsdp_bk", OURS, False)]
     ratios = [c.ms / plain.ms for c in ours if (plain := measured.baseline(c, cells))]
-    line = next(line for line in README.read_text("utf-8").splitlines() if "_fsdp_bk` | this" in line)
+    line = next(
+        line for line in README.read_text("utf-8").splitlines() if "_fsdp_bk` | this" in line
+    )
     found = [cell.strip() for cell in line.split("|")]
     expected = f"{min(ratios):.2f}–{max(ratios):.2f}×"
     assert found[4:7] == [str(len(ratios)), f"{median(ratios):.2f}×", expected]
