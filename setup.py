@@ -10,7 +10,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "opacus/version.py").read_t
 
 EXTRAS = {
     "flash": ["triton; sys_platform == 'linux'", "flash-attn; sys_platform == 'linux'"],
-    "hf": ["transformers>=4.50", "tokenizers"],
+    "hf": ["transformers>=5.17", "tokenizers", "accelerate"],
+    "trl": ["trl>=1.16", "datasets>=5.2"],
     "pld": ["dp-accounting>=0.6"],
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
@@ -29,6 +30,7 @@ EXTRAS["dev"] = [
     "ruff",
     "sphinx",
     *EXTRAS["hf"],
+    *EXTRAS["trl"],
     *EXTRAS["pld"],
     *EXTRAS["profile"],
     *EXTRAS["lightning"],

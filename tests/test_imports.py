@@ -35,7 +35,9 @@ ALLOWED = {
     "scale": {"core"},
 }
 # Only the top imports the engine.
-ON_TOP = {"privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptive_clipping"}
+ON_TOP = {
+    "privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptive_clipping", "integrations"
+}  # fmt: skip
 
 
 def imports_of(path: Path) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ class UnitRows:
         return _with_own_tokens(inputs, tree_map_only(Tensor, pick, inputs))
 
     def made_up(self, inputs: Any, rows: int) -> Any:
-        """For a batch of no units: ``inputs`` with ``rows`` rows of ones."""
+        """For a batch of no units, or a made-up one: ``inputs`` with ``rows`` rows of ones."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if self.units == 0 and all(self._cut(t) is None for t in tensors):
+            return replace(self, units=1).made_up(inputs, rows)
 
         def fill(tensor: Tensor) -> Tensor:
             dim = self._cut(tensor)

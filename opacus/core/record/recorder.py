@@ -43,9 +43,10 @@ from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
+from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
 from opacus.core.record.record import ForwardPass, Generation, Record
-from opacus.core.record.regroup import regrouped
+from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.tap import (
     ANCHOR,
     Tap,
@@ -61,7 +62,6 @@ from opacus.core.record.whole import LoneSample, WholeUse, only_whole
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
-from opacus.core.rules.units import Units
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Recorder:
         self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
+        self.named: NamedUnits | None = None  # units of the latest batch, if the user names them
         # Number of losses of the backward pass that runs, where it is known.
         self.losses: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
@@ -141,13 +142,6 @@ class Recorder:
         """Names of the layers that ran over the latest batch rows, in the order of first use."""
         return list(self._generation.uses)
 
-    def others(self) -> list[Recorder]:
-        """Recorders of other private models that have layers of this one."""
-        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
-        return [r for r in found if isinstance(r, Recorder) and r is not self]
-
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -161,30 +155,6 @@ class Recorder:
             yield
         finally:
             self.enabled = before
-
-    @contextmanager
-    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
-        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
-        before = dict(self.__dict__)
-        self.__dict__.update(whose=self.whose.fresh(), lone=None, bare=False, detach=True)
-        self.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
-        self.forget()
-        try:
-            yield
-        finally:
-            for hooks in self._hooks:
-                hooks.put_back()
-            self.whose.end()
-            self.__dict__.update(before)
-
-    @contextmanager
-    def passing_back(self) -> Iterator[None]:
-        """A backward pass of ours: layers that run in it are computed again."""
-        before, self.in_backward = self.in_backward, True
-        try:
-            yield
-        finally:
-            self.in_backward = before
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -223,13 +193,16 @@ class Recorder:
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self._generation.calls.add(self._current)
         self.latest_batch = batch
+        if self.named is not None and batch != 0:
+            self._current.named, self._latest_sizes = self.named, frozenset()
+            self._current.sizes = self._latest_sizes
         if batch == 0 and self.active(module):
             self._current.made_up = True
             return with_a_row(args, kwargs, self._input_dim)
         told = batch if batch is not None and self._latest_sizes <= {batch, 1} else None
         recorded = self.active(module)
         self.whose.begin(module, (args, kwargs), told, self._input_dim, recorded=recorded)
-        lone = self.lone
+        lone = self.lone if self.named is None else None
         if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
             self.bare = lone.begin(self._current)
         return None
@@ -374,6 +347,8 @@ class Recorder:
                 f"for each sample (expand its input), freeze it, or set {ADVICE}"
             )
         use = Use(self, layer, spec, forward_pass, dim)
+        if forward_pass.named is not None:
+            use.units = forward_pass.named.of_layer(spec, None, output, dim)
         use.register(output.shape, counted=True)
         return use
 
@@ -385,7 +360,7 @@ class Recorder:
             self._generation = Generation()
         recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
         sizes = self._latest_sizes if recomputed else frozenset()
-        return ForwardPass(self._generation, sizes=sizes)
+        return ForwardPass(self._generation, sizes=sizes, named=self.named)
 
     def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         if use.forward_pass.made_up:
@@ -431,9 +406,10 @@ class Recorder:
     ) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         # One input may hold several samples, in a list, say: then the losses tell.
-        hidden = forward_pass.batch == 1 and self.losses not in (None, 1)
-        if use.units is not None and not hidden:
-            return self._regrouped(use, use.units, tensors, grads, borrowed)
+        one = forward_pass.batch == 1 and forward_pass.named is None
+        if use.units is not None and not (one and self.losses not in (None, 1)):
+            with self.paused():  # some rules run the layer again
+                return record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
@@ -457,33 +433,6 @@ class Recorder:
             backprops=first if len(backprops) == 1 else tuple(backprops),
             rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
-            generation=forward_pass.generation,
-            forward_pass=forward_pass,
-            borrowed=borrowed,
-        )
-
-    def _regrouped(
-        self,
-        use: Use,
-        units: Units,
-        tensors: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-        borrowed: bool,
-    ) -> Record:
-        """The record of a use whose rows are not the units: its row u has all that unit u has."""
-        forward_pass, layer, spec = use.forward_pass, use.layer, use.spec
-        with self.paused():  # some rules run the layer again
-            layer, spec, activations, backprops = regrouped(
-                layer, spec, units, use.rebuild, [t.detach() for t in tensors], grads
-            )
-        return Record(
-            layer=layer,
-            spec=spec,
-            activations=activations,
-            backprops=backprops,
-            rows=units.count,
-            averaged=forward_pass.batch,
-            reused=forward_pass.generation.uses.get(spec.name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,
             borrowed=borrowed,

@@ -56,9 +56,12 @@ class WhoseRows:
             recorded: Whether layers are tapped in it.
         """
         self._follows, self._hidden = False, {}
-        if recorded and batch is not None and batch > 1 and can_follow(model, inputs):
+        asks = None
+        if recorded and batch is not None and batch > 1:
+            asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
+        if asks is not None:
+            self._follows = asks
             self.indices.begin(inputs, None, False)
-            self._follows = self._follower.begin(inputs, batch, dim)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
@@ -72,7 +75,8 @@ class WhoseRows:
         """Whether :meth:`place` has something to do for an output."""
         if self._follows or output.shape[0:1] == (1,):
             return True
-        return bool(self._hidden) or use.forward_pass.batch == 1
+        one = use.forward_pass
+        return bool(self._hidden) or one.batch == 1 or one.named is not None
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool
@@ -85,16 +89,22 @@ class WhoseRows:
             inputs: Of the layer.
             recomputed: Whether a checkpoint runs it again.
         """
+        named, spec = use.forward_pass.named, use.spec
+        if named is not None and named.ids.dim() == 2:  # by token: shapes alone say which is which
+            use.units = named.of_layer(spec, None, outputs[0], use.batch_dim)
+            return outputs
         follower = self._follower if self._follows and not recomputed else None
         first = outputs[0]
-        if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
+        if follower is None or first.shape[:1] != (1,) or not follower.knows(spec, first):
             outputs = [self._spread(use, output, inputs) for output in outputs]
         if follower is not None:
-            use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
+            use.units = follower.units_of(spec, inputs, outputs[0], use.batch_dim)
         elif recomputed:
-            use.units = self._units_before(use.spec)
+            use.units = self._units_before(spec)
         elif use.forward_pass.batch == 1 and outputs[0].dim():
             use.units = only_unit(outputs[0].shape, use.batch_dim)
+        if named is not None:
+            use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
 
     def _spread(self, use: Use, output: Tensor, inputs: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Private training in the tools that people train with."""

@@ -1,0 +1,468 @@
+"""What makes a Trainer private: placement, data, loss, step, logs and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.core.privacy.key import SystemGenerator, reproducible_from_environment
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader, sample_rate_of
+from opacus.integrations.transformers import checkpoints
+from opacus.integrations.transformers.arguments import DPArguments
+from opacus.integrations.transformers.batches import (
+    ChunkedCollate,
+    LogicalBatch,
+    agreed_parts,
+    tokens_in,
+)
+from opacus.integrations.transformers.card import Guarantee
+from opacus.integrations.transformers.losses import Outputs, by_function, loss_of
+from opacus.integrations.transformers.placement import placed, plugin_of, refuse_plugin
+from opacus.integrations.transformers.refusals import (
+    refuse_arguments,
+    refuse_data,
+    refuse_model,
+    refuse_overridden_loss,
+)
+from opacus.integrations.transformers.saving import PrivateSaving
+from opacus.privacy_engine import PrivacyEngine
+
+logger = logging.getLogger(__name__)
+
+_QUANTILES = (0.1, 0.5, 0.9)
+# Beginnings of the names under which the criterion gets outputs and inputs.
+_OUTPUT, _INPUT = "output_", "input_"
+
+
+class DPTrainerMixin(PrivateSaving):
+    """Put before a Trainer among the bases of a class, it makes the Trainer private.
+
+    ``class DPTrainer(DPTrainerMixin, Trainer)``; also before users' own Trainers. What is as it
+    was: arguments, callbacks, evaluation, schedules, checkpoints, the saved model. What differs:
+
+    - One step is one Poisson batch. ``per_device_train_batch_size`` is the largest number of
+      examples that are in memory at once, and ``gradient_accumulation_steps`` says how many times
+      that a process is expected to draw a step.
+    - The loss is one an example: the mean over its own tokens. It comes from
+      :meth:`per_sample_loss`, which can be overridden, not from ``compute_loss``.
+    - ``max_grad_norm`` is not used; the clipping norm is that of ``privacy``.
+    - Logs have ``epsilon``; checkpoints ``privacy.pt``; model cards a section on the guarantee.
+
+    Several processes: as with Trainer, by ``torchrun`` or ``accelerate launch``; replicated, or
+    sharded by FSDP2 with ``fsdp=True``.
+
+    Args:
+        args, kwargs: Those of the Trainer.
+        privacy: Budget, clipping and mode.
+
+    Raises:
+        ValueError: An argument of the Trainer cannot be private; it is named with the reason.
+        TypeError: The Trainer has a loss of its own that is one for the batch.
+    """
+
+    # Rows of the model's layers that an example becomes.
+    rows_per_example = 1
+
+    def __init__(self, *args: Any, privacy: DPArguments, **kwargs: Any) -> None:
+        if not isinstance(privacy, DPArguments):
+            raise TypeError(f"privacy must be DPArguments(...), got {type(privacy).__name__}")
+        refuse_overridden_loss(type(self), DPTrainerMixin)
+        for value in (*args, kwargs.get("args")):
+            if isinstance(value, TrainingArguments):
+                refuse_arguments(value, privacy)
+        self.privacy = privacy
+        self._private: Any = None  # the hooks object, while training
+        self._criterion: Any = None
+        self._mode = privacy.grad_sample_mode
+        self._norms: list[Tensor] = []
+        self._blank: CollateFnWithEmpty | None = None
+        super().__init__(*args, **kwargs)
+        self._check_built()
+        # Trainer's own accumulation would sum several Poisson batches.
+        self.args = copy.copy(self.args)
+        self._accumulation = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = 1
+        # The model is placed here; see `placement`.
+        self._plugin = plugin_of(self.accelerator, self.args)
+        refuse_plugin(self._plugin)
+        self.is_fsdp_enabled = False
+        self.privacy_engine = PrivacyEngine(
+            accountant=privacy.accountant, secure_mode=privacy.secure_mode
+        )
+        self._size = len(self.train_dataset)
+        self.delta = privacy.delta_for(self._size)
+        self._check_batch()
+        self._sigma = privacy.noise_multiplier
+        self._spent: tuple[int, float] = (0, 0.0)
+        if privacy.delta is None:
+            logger.warning("delta was not given: a tenth of 1/%d, %.3g", self._size, self.delta)
+
+    def _check_built(self) -> None:
+        refuse_arguments(self.args, self.privacy)
+        refuse_data(self.train_dataset)
+        refuse_model(self.model)
+        if not hasattr(type(self), "_prepare_for_training"):
+            raise ImportError("private training needs transformers 5.17 or newer")
+        overridden = type(self).per_sample_loss is not DPTrainerMixin.per_sample_loss
+        if self.compute_loss_func is None and not overridden:
+            loss_of(self._bare_model())
+
+    def _check_batch(self) -> None:
+        if self.expected_batch_size > self._size:
+            raise ValueError(
+                f"a step is expected to draw {self.expected_batch_size} examples "
+                "(per_device_train_batch_size * gradient_accumulation_steps * processes), and "
+                f"train_dataset has {self._size}"
+            )
+
+    def _bare_model(self) -> Any:
+        get_base_model = getattr(self.model, "get_base_model", None)
+        return self.model if get_base_model is None else get_base_model()
+
+    # --- what users look at ---
+
+    @property
+    def expected_batch_size(self) -> int:
+        """Examples that a step is expected to draw, in all processes together."""
+        each = self.args.per_device_train_batch_size * self._accumulation
+        return int(each * max(1, self.args.world_size))
+
+    def get_epsilon(self) -> float:
+        """Epsilon of all steps so far, at :attr:`delta`."""
+        steps = len(self.privacy_engine.accountant)
+        if steps != self._spent[0]:
+            self._spent = (steps, float(self.privacy_engine.get_epsilon(self.delta)))
+        return self._spent[1]
+
+    def guarantee(self) -> Guarantee:
+        """What has been guaranteed so far, and how; ``str`` of it goes into the model card."""
+        privacy = self.privacy
+        return Guarantee(
+            epsilon=self.get_epsilon(),
+            delta=self.delta,
+            steps=len(self.privacy_engine.accountant),
+            examples=self._size,
+            expected_batch=self.expected_batch_size,
+            sigma=self._sigma or 0.0,
+            clipping_norm=privacy.clipping_norm,
+            unit=privacy.privacy_unit,
+            mode=self._mode,
+            accountant=privacy.accountant,
+            poisson=privacy.poisson_sampling,
+            seeded=not privacy.secure_mode and reproducible_from_environment(),
+            norms_logged=privacy.log_private_gradient_norms,
+        )
+
+    # --- what users may override ---
+
+    def model_outputs(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Run the model on a physical batch.
+
+        Args:
+            model: As it is wrapped.
+            inputs: The collated batch, on the device.
+
+        Returns:
+            What :meth:`per_sample_loss` is given: outputs and inputs, by name. Only tensors with
+            one row an example belong there.
+        """
+        own = {k: v for k, v in inputs.items() if k not in self.label_names}
+        bare = self._bare_model()
+        if getattr(bare.config, "is_encoder_decoder", False) and "decoder_input_ids" not in own:
+            shift = getattr(bare, "prepare_decoder_input_ids_from_labels", None)
+            if shift is not None:
+                own["decoder_input_ids"] = shift(labels=inputs["labels"])
+        outputs = model(**own)
+        if not isinstance(outputs, Mapping):
+            raise TypeError(
+                f"the model returned {type(outputs).__name__}, which has no names: set "
+                "model.config.return_dict=True, or override model_outputs"
+            )
+        return {k: v for k, v in outputs.items() if isinstance(v, Tensor)}, inputs
+
+    def per_sample_loss(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
+        """One loss an example, ``[B]``, in which no other example of the batch has a part.
+
+        By default ``compute_loss_func`` of each example alone, or else the loss of the model's
+        head as a mean over the example's own tokens.
+
+        Args:
+            outputs: Of the model, as attributes too.
+            inputs: The batch, labels included.
+        """
+        if self.compute_loss_func is not None:
+            return by_function(self.compute_loss_func, outputs, inputs)
+        loss = loss_of(self._bare_model())
+        return loss(outputs, inputs, smoothing=self.args.label_smoothing_factor)
+
+    # --- data ---
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Loader of logical batches; :meth:`train` makes it private."""
+        import datasets
+
+        dataset, collate = self.train_dataset, self.data_collator
+        if isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        args = self.args
+        settings: dict[str, Any] = {
+            "collate_fn": ChunkedCollate(collate, args.per_device_train_batch_size),
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "worker_init_fn": partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+        }
+        if not self.privacy.poisson_sampling:
+            sampler = self._get_train_sampler(dataset)
+            return DataLoader(dataset, self.expected_batch_size, sampler=sampler, **settings)
+        # Not from the global generator, which Trainer seeds: coin tosses must not be known.
+        coins = None if reproducible_from_environment() else SystemGenerator()
+        rate = self.expected_batch_size / self._size
+        return DPDataLoader(dataset, sample_rate=rate, generator=coins, **settings)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Expected number of examples of a step."""
+        return self.expected_batch_size
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: Any
+    ) -> tuple[list[Any], None]:
+        """The next logical batch; the number of its tokens must not scale any loss."""
+        drawn = (next(epoch_iterator, None) for _ in range(num_batches))
+        return [batch for batch in drawn if batch is not None], None
+
+    def _no_examples(self) -> dict[str, Any]:
+        """A physical batch of no examples, as the model gets it."""
+        if self._blank is None:
+            collate = self._private_loader.collate_fn
+            collate = getattr(collate, "wrapped_collator_fn", collate)
+            dataset = self._private_loader.dataset
+            self._blank = CollateFnWithEmpty(collate.collate, dataset=dataset)
+        return dict(self._blank([]))
+
+    # --- becoming private ---
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; afterwards the model is without hooks."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        if self._private is not None:
+            self._private.cleanup()
+            self._private = self._criterion = None
+            self.optimizer = self.optimizer.original_optimizer
+
+    def _place(self) -> None:
+        """Replicate or shard the model, unless that has been done."""
+        if self.model_wrapped is self.model:
+            device, bf16 = self.args.device, self.args.bf16
+            self.model_wrapped = placed(self.model, self._plugin, device, bf16)
+        if not any(known is self.model for known in self.accelerator._models):
+            self.accelerator._models.append(self.model)  # so that it is not wrapped again
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> tuple[Any, Any]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        saved = None
+        if resume_from_checkpoint is not None:
+            saved = checkpoints.read_privacy(resume_from_checkpoint)
+        self._place()
+        self.create_optimizer()
+        self._refuse_optimizer()
+        loader = self._make_private(max_steps, train_dataloader)
+        self.create_scheduler(num_training_steps=max_steps)
+        if saved is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            checkpoints.load_privacy(saved, self.privacy_engine, self.optimizer)
+        self._check_budget(max_steps, loader, resumed=saved is not None)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
+        return self.model_wrapped, loader
+
+    def _refuse_optimizer(self) -> None:
+        if hasattr(self.optimizer, "train"):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} changes the weights between training and "
+                "evaluation, which a private optimizer does not pass on: use another optimizer"
+            )
+
+    def _make_private(self, max_steps: int, loader: Any) -> Any:
+        if self._sigma is None:
+            self._sigma = get_noise_multiplier(
+                target_epsilon=self.privacy.target_epsilon,
+                target_delta=self.delta,
+                sample_rate=sample_rate_of(loader),
+                steps=max_steps,
+                accountant=self.privacy.accountant,
+            )
+        mode = self.privacy.grad_sample_mode
+        private, self.optimizer, *criterion, loader = self.privacy_engine.make_private(
+            module=self.model_wrapped,
+            optimizer=self.optimizer,
+            criterion=self._losses,
+            data_loader=loader,
+            noise_multiplier=self._sigma,
+            max_grad_norm=self.privacy.clipping_norm,
+            poisson_sampling=self.privacy.poisson_sampling,
+            grad_sample_mode=mode,
+            wrap_model=False,
+        )
+        self._private, self._private_loader = private, loader
+        lone = getattr(private._recorder, "lone", None) if hasattr(private, "_recorder") else None
+        if lone is not None and self.rows_per_example > 1:
+            lone.rule_out("an example is several rows of the model's layers")
+        self._criterion = criterion[0] if criterion else None
+        choice = getattr(private, "auto_choice", None)
+        self._mode = mode if choice is None else choice.mode
+        return loader
+
+    def _check_budget(self, max_steps: int, loader: Any, *, resumed: bool) -> None:
+        target = self.privacy.target_epsilon
+        if target is None:
+            return
+        taken = len(self.privacy_engine.accountant)
+        left = max_steps - self.state.global_step
+        assert self._sigma is not None
+        total = checkpoints.epsilon_after(
+            self.privacy_engine, left, sigma=self._sigma, rate=sample_rate_of(loader),
+            delta=self.delta,
+        )  # fmt: skip
+        if total <= target * 1.001:
+            return
+        self._undo()
+        raise ValueError(
+            f"{taken} steps have been taken{' in the checkpoint' if resumed else ''}, and {left} "
+            f"more at noise_multiplier={self._sigma:.4g} would end at epsilon {total:.4g}, above "
+            f"target_epsilon={target:g}. Train fewer steps, or raise target_epsilon"
+        )
+
+    # --- a step ---
+
+    def training_step(
+        self, model: Any, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Clip and sum a logical batch, a physical one at a time; Trainer's step adds the noise."""
+        model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = agreed_parts(max(1, len(inputs.chunks)))
+        total = torch.zeros((), device=self.args.device)
+        for part in range(parts):
+            last = part == parts - 1
+            size = inputs.sizes[part] if part < len(inputs.sizes) else 0
+            self.optimizer.signal_skip_step(do_skip=not last)
+            total += self._physical_step(model, inputs.chunks[part] if size else None, size)
+            if not last:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        return total / max(inputs.size, 1)
+
+    def _physical_step(self, model: Any, chunk: Any, size: int) -> Tensor:
+        """Backward pass of one physical batch; returns the sum of its losses."""
+        batch = self._prepare_inputs(dict(chunk) if size else self._no_examples())
+        with self.compute_loss_context_manager():
+            outputs, inputs = self.model_outputs(model, batch)
+            named = {_OUTPUT + k: v for k, v in outputs.items()}
+            named |= {_INPUT + k: v for k, v in inputs.items()}
+            if self._criterion is not None:
+                loss = self._criterion(**named)
+            else:
+                loss = self._losses(**named)
+                loss = loss.mean() if size else loss.sum()
+        loss.backward()
+        if not size:
+            return torch.zeros((), device=self.args.device)
+        if self.privacy.log_private_gradient_norms:
+            self._norms.append(self._private.per_sample_gradient_norms.detach().float())
+        return loss.detach().float() * size
+
+    def _losses(self, **named: Any) -> Tensor:
+        """The criterion that becomes private: one loss an example, of tensors by name."""
+        outputs = {k.removeprefix(_OUTPUT): v for k, v in named.items() if k.startswith(_OUTPUT)}
+        inputs = {k.removeprefix(_INPUT): v for k, v in named.items() if k.startswith(_INPUT)}
+        losses = self.per_sample_loss(Outputs(outputs), inputs)
+        if not isinstance(losses, Tensor) or losses.dim() != 1:
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(f"per_sample_loss must return one loss an example, [B]; got {shape}")
+        return losses
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Autocast, where accelerate's wrapper would do it; sharded models have a policy."""
+        stack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if not self._sharded:
+            stack.enter_context(self.accelerator.autocast())
+        return stack
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Nothing: gradients are clipped by example, and their sum must not be."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Not logged: it is exact, and private."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a logical batch, or of an ordinary one."""
+        chunks = inputs.chunks if isinstance(inputs, LogicalBatch) else [inputs]
+        return sum(super(DPTrainerMixin, self).floating_point_ops(c) for c in chunks)  # type: ignore
+
+    def _track_num_input_tokens(self, inputs: LogicalBatch) -> None:
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        name = getattr(self.model, "main_input_name", "input_ids")
+        bare = self.args.include_num_input_tokens_seen == "non_padding"
+        sizes = zip(inputs.chunks, inputs.sizes, strict=True)
+        ones = torch.ones(sum(tokens_in(c, name, bare) for c, size in sizes if size))
+        super()._track_num_input_tokens({name: ones, "attention_mask": ones})  # type: ignore[misc]
+
+    # --- logs, evaluation ---
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, with epsilon beside training losses."""
+        if "loss" in logs or "train_loss" in logs:
+            logs["epsilon"] = self.get_epsilon()
+            if self._norms:
+                norms = torch.cat(self._norms)
+                self._norms.clear()
+                for q in _QUANTILES:
+                    logs[f"private/grad_norm_p{q * 100:.0f}"] = float(norms.quantile(q))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a model that is to be sharded is, before."""
+        if self._plugin is not None:
+            self._place()
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "hyperparameter_search would train on the same data in each trial, and the choice "
+            "among them would be released without being counted: make a trainer for each trial "
+            "and add up what they spend"
+        )

@@ -1,0 +1,265 @@
+"""DPTrainer in one process: exact against the plain Trainer, and against the oracle."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations import oracle
+from tests.integrations.tiny import Texts, arguments, bert, collate, llama, weights
+
+transformers = pytest.importorskip("transformers")
+
+from opacus.integrations.transformers import DPArguments, DPTrainer, DPTrainerMixin  # noqa: E402
+from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+
+HUGE = {"noise_multiplier": 0.0, "clipping_norm": 1e6, "poisson_sampling": False}
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+FIXED = {"train_sampling_strategy": "sequential", "max_steps": 3}
+
+
+class Watched(DPTrainer):
+    """Keeps what each step starts from."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+        self.__dict__.setdefault("seen", []).append((copy.deepcopy(inputs), weights(self.model)))
+        return super().training_step(model, inputs, *args)
+
+
+def trained(cls: Any, model: Any, folder: Path, data: Any, privacy: Any = None, **changes: Any) -> Any:
+    more = {} if privacy is None else {"privacy": privacy}
+    init = {k: changes.pop(k) for k in ("compute_loss_func", "eval_dataset") if k in changes}
+    trainer = cls(
+        model, arguments(folder, **changes), train_dataset=data, data_collator=collate,
+        **init, **more,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ghost_bk"])
+def test_without_noise_it_is_the_plain_trainer(tmp_path: Path, mode: str) -> None:
+    plain = trained(transformers.Trainer, llama(), tmp_path, Texts(), max_grad_norm=0, **FIXED)
+    privacy = DPArguments(**HUGE, grad_sample_mode=mode)
+    ours = trained(DPTrainer, llama(), tmp_path, Texts(), privacy, **FIXED, **SPLIT)
+    before = weights(llama())
+    assert differ(weights(plain.model), before) > 1e-2  # something was trained
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+    losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, ours)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(ours.privacy_engine.accountant) == ours.state.global_step == 3
+
+
+HEADS = {
+    "BertForSequenceClassification": {"classes": 3},
+    "BertForTokenClassification": {"lengths": (6,)},
+    "BertForMaskedLM": {"lengths": (6,)},
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_heads_of_bert(tmp_path: Path, head: str, smoothing: float) -> None:
+    labels = 3 if head == "BertForSequenceClassification" else 23
+    data, more = Texts(**HEADS[head]), {**FIXED, "label_smoothing_factor": smoothing}
+    plain = trained(
+        transformers.Trainer, bert(head, num_labels=labels), tmp_path, data, max_grad_norm=0, **more
+    )
+    ours = trained(
+        DPTrainer, bert(head, num_labels=labels), tmp_path, data, DPArguments(**HUGE), **more, **SPLIT
+    )
+    assert differ(weights(plain.model), weights(bert(head, num_labels=labels))) > 1e-3
+    assert differ(weights(plain.model), weights(ours.model)) < 2e-6
+
+
+def check_steps(
+    trainer: Any, model: Any, clipping_norm: float, loss: Any = oracle.next_tokens, lr: float = 0.5
+) -> list[float]:
+    """Each step against the oracle; returns all norms."""
+    every: list[float] = []
+    after = [w for _, w in trainer.seen[1:]] + [weights(trainer.model)]
+    for (batch, before), then in zip(trainer.seen, after, strict=True):
+        model.load_state_dict(before, strict=False)
+        want, norms = oracle.clipped_sum(model, oracle.rows_of(batch), clipping_norm, loss)
+        every += norms
+        for name, total in want.items():
+            moved = (before[name] - then[name]).double() / lr * trainer.expected_batch_size
+            torch.testing.assert_close(moved, total, rtol=1e-4, atol=3e-6)
+    return every
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_clipped_sums_of_texts_of_any_length(tmp_path: Path, mode: str) -> None:
+    """Padding by chunk, a loss by example, Poisson batches with empty ones among them."""
+    privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3, grad_sample_mode=mode)
+    data = Texts(lengths=(3, 9, 5, 2))
+    trainer = trained(
+        Watched, llama(), tmp_path, data, privacy, max_steps=14, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    norms = check_steps(trainer, llama(), 0.3)
+    assert min(norms) > 0.3  # all clipped
+    sizes = [batch.size for batch, _ in trainer.seen]
+    assert len(set(sizes)) > 1 and max(sizes) > 1
+    assert len(trainer.privacy_engine.accountant) == 14
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_a_step_without_examples_releases_noise_alone(tmp_path: Path, mode: str) -> None:
+    class Empty(Watched):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            return super().training_step(model, LogicalBatch([], []), *args)
+
+    privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3, grad_sample_mode=mode)
+    trainer = trained(Empty, llama(), tmp_path, Texts(), privacy)
+    assert differ(weights(trainer.model), weights(llama())) == 0.0
+    assert len(trainer.privacy_engine.accountant) == 2
+    noisy = trained(Empty, llama(), tmp_path, Texts(), DPArguments(noise_multiplier=1.0))
+    assert differ(weights(noisy.model), weights(llama())) > 1e-3
+
+
+def test_classification_against_the_oracle(tmp_path: Path) -> None:
+    privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.2)
+    data = Texts(lengths=(3, 9, 5), classes=3)
+    trainer = trained(Watched, bert(num_labels=3), tmp_path, data, privacy, **SPLIT)
+    assert min(check_steps(trainer, bert(num_labels=3), 0.2, oracle.classes)) > 0.2
+
+
+def test_checkpointing_of_activations(tmp_path: Path) -> None:
+    privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3)
+    data = Texts(lengths=(3, 9, 5))
+    trainer = trained(
+        Watched, llama(), tmp_path, data, privacy, gradient_checkpointing=True, **SPLIT
+    )
+    assert min(check_steps(trainer, llama(), 0.3)) > 0.3
+
+
+def test_bf16(tmp_path: Path) -> None:
+    data, dtypes = Texts(), []
+
+    class Seeing(DPTrainer):
+        def per_sample_loss(self, outputs: Any, inputs: Any) -> Tensor:
+            dtypes.append(outputs["logits"].dtype)
+            return super().per_sample_loss(outputs, inputs)
+
+    ours = trained(DPTrainer, llama(), tmp_path, data, DPArguments(**HUGE), **FIXED)
+    half = trained(Seeing, llama(), tmp_path, data, DPArguments(**HUGE), **FIXED, bf16=True)
+    assert set(dtypes) == {torch.bfloat16}
+    assert 0 < differ(weights(ours.model), weights(half.model)) < 2e-2
+
+
+def test_a_loss_function_of_ones_own(tmp_path: Path) -> None:
+    """Trainer's compute_loss_func returns one loss: it is called for each example alone."""
+
+    def function(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs.logits[:, :-1].float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    more = {**FIXED, "compute_loss_func": function}
+    plain = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED)
+    ours = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **more, **SPLIT)
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+
+
+def test_a_loss_that_joins_examples_is_found(tmp_path: Path) -> None:
+    class Joined(DPTrainer):
+        def per_sample_loss(self, outputs: Any, inputs: Any) -> Tensor:
+            losses = super().per_sample_loss(outputs, inputs)
+            return losses - losses.mean() * 0.5
+
+    with pytest.raises(Exception, match="alone"):
+        trained(Joined, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED)
+
+
+def test_a_subclass_of_ones_own(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):
+        def create_optimizer(self, *args: Any) -> Any:
+            self.made = True
+            return super().create_optimizer(*args)
+
+    class Private(DPTrainerMixin, Mine):
+        pass
+
+    trainer = trained(Private, llama(), tmp_path, Texts(), DPArguments(noise_multiplier=1.0))
+    assert trainer.made and trainer.state.global_step == 2
+
+
+def test_a_loss_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Private(DPTrainerMixin, Mine):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine.compute_loss .* per_sample_loss"):
+        trained(Private, llama(), tmp_path, Texts(), DPArguments(noise_multiplier=1.0))
+
+
+def test_the_trainers_seed_says_nothing_of_noise_and_draws(tmp_path: Path) -> None:
+    """Trainer seeds the global generator with 42."""
+    privacy = DPArguments(noise_multiplier=1.0)
+    runs = [trained(Watched, llama(), tmp_path, Texts(40), privacy, seed=42) for _ in range(2)]
+    assert differ(weights(runs[0].model), weights(runs[1].model)) > 1e-3
+    drawn = [[batch.chunks[0]["input_ids"].tolist() for batch, _ in run.seen] for run in runs]
+    assert drawn[0] != drawn[1]
+
+
+def test_max_grad_norm_of_the_trainer_changes_nothing(tmp_path: Path) -> None:
+    runs = [
+        trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED, max_grad_norm=m)
+        for m in (1e-4, 0.0)
+    ]
+    assert differ(weights(runs[0].model), weights(runs[1].model)) == 0.0
+    assert not any("grad_norm" in entry for entry in runs[0].state.log_history)
+
+
+def test_epsilon_in_logs_and_card(tmp_path: Path) -> None:
+    privacy = DPArguments(target_epsilon=3.0, delta=1e-3, log_private_gradient_norms=True)
+    trainer = trained(DPTrainer, llama(), tmp_path, Texts(40), privacy, max_steps=5)
+    spent = [h["epsilon"] for h in trainer.state.log_history if "loss" in h]
+    assert spent == sorted(spent) and 2.8 < spent[-1] <= 3.0
+    assert spent[-1] == pytest.approx(trainer.privacy_engine.get_epsilon(1e-3))
+    norms = [h for h in trainer.state.log_history if "private/grad_norm_p50" in h]
+    assert norms and norms[0]["private/grad_norm_p10"] <= norms[0]["private/grad_norm_p90"]
+    trainer.save_model(str(tmp_path / "model"))
+    card = (tmp_path / "model" / "README.md").read_text()
+    for words in ("epsilon | 2.9", "0.001", "example", "prv, 5 steps", "Poisson, rate 0.1", "ghost_bk"):
+        assert words in card, words
+    trainer.save_model(str(tmp_path / "model"))  # the section is replaced, not repeated
+    assert (tmp_path / "model" / "README.md").read_text() == card
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert differ(weights(trainer.model), weights(reloaded)) == 0.0
+
+
+def test_a_second_training_does_not_pass_the_budget(tmp_path: Path) -> None:
+    privacy = DPArguments(target_epsilon=3.0, delta=1e-3)
+    trainer = trained(DPTrainer, llama(), tmp_path, Texts(40), privacy, max_steps=5)
+    with pytest.raises(ValueError, match="above target_epsilon=3"):
+        trainer.train()
+    assert len(trainer.privacy_engine.accountant) == 5
+
+
+def test_evaluation_and_schedule(tmp_path: Path) -> None:
+    privacy = DPArguments(**HUGE)
+    more = {**FIXED, "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "linear",
+            "warmup_steps": 1, "eval_dataset": Texts(5, (4, 7))}  # fmt: skip
+    plain = trained(transformers.Trainer, llama(), tmp_path, Texts(), max_grad_norm=0, **more)
+    ours = trained(DPTrainer, llama(), tmp_path, Texts(), privacy, **more, **SPLIT)
+    for name in ("eval_loss", "learning_rate"):
+        want, got = ([h[name] for h in t.state.log_history if name in h] for t in (plain, ours))
+        assert len(want) == 3 and want == pytest.approx(got, abs=1e-5), name
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+    assert not ours.model._forward_hooks and not ours.model._forward_pre_hooks

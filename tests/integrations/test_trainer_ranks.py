@@ -1,0 +1,151 @@
+"""DPTrainer on two processes, replicated and sharded: against the oracle, saved, resumed."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed_utils import run_distributed
+from tests.integrations import oracle
+from tests.integrations.tiny import Texts, arguments, collate, llama, weights
+
+pytest.importorskip("transformers")
+
+CLIPPING_NORM, STEPS, LR = 0.3, 5, 0.5
+WAYS = {"ddp": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """What torchrun sets; the process group is there already."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599",
+    }  # fmt: skip
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Unsharded parameters."""
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    return {n: p.detach().clone() for n, p in full.items()}
+
+
+def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:
+    from opacus.integrations.transformers import DPArguments, DPTrainer
+
+    class Watched(DPTrainer):
+        seen: list[Any]
+
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            self.seen.append((copy.deepcopy(inputs), whole(self.model)))
+            return super().training_step(model, inputs, *args)
+
+    settings = changes.pop("privacy", {"noise_multiplier": 0.0, "clipping_norm": CLIPPING_NORM})
+    evaluation = {"eval_dataset": changes.pop("eval_dataset")} if "eval_dataset" in changes else {}
+    trainer = Watched(
+        llama() if model is None else model,
+        arguments(folder, ddp_backend="gloo", **WAYS[way],
+                  **{"max_steps": STEPS, "per_device_train_batch_size": 2, **changes}),
+        train_dataset=Texts(14, (3, 9, 5, 2)), data_collator=collate,
+        privacy=DPArguments(**settings), **evaluation,
+    )  # fmt: skip
+    trainer.seen = []
+    return trainer
+
+
+def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dict[str, Any]:
+    become_rank(rank, world_size)
+    trainer = trainer_of(folder, way)
+    trainer.train()
+    after = [w for _, w in trainer.seen[1:]] + [whole(trainer.model)]
+    model, norms, sizes, worst = llama(), [], [], 0.0
+    for (batch, before), then in zip(trainer.seen, after, strict=True):
+        model.load_state_dict(before)
+        rows: list[Any] = [None] * world_size
+        dist.all_gather_object(rows, oracle.rows_of(batch))
+        every = [row for of_rank in rows for row in of_rank]
+        want, own = oracle.clipped_sum(model, every, CLIPPING_NORM)
+        norms += own
+        sizes.append((len(every), batch.size))
+        for name, total in want.items():
+            moved = (before[name] - then[name]).double() / LR * trainer.expected_batch_size
+            worst = max(worst, float((moved - total).abs().max()))
+    trainer.save_model(folder)
+    return {
+        "mode": trainer._mode, "worst": worst, "norms": norms, "sizes": sizes,
+        "counted": len(trainer.privacy_engine.accountant), "end": whole(trainer.model),
+        "expected": trainer.expected_batch_size,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str) -> None:
+    import transformers
+
+    first, second = run_distributed(against_the_oracle, 2, str(tmp_path), way, timeout=120)
+    assert first["mode"] == {"ddp": "ghost_bk", "fsdp": "ghost_fsdp_bk"}[way]
+    assert first["expected"] == 4 and first["counted"] == second["counted"] == STEPS
+    assert max(first["worst"], second["worst"]) < 2e-5
+    assert min(first["norms"]) > CLIPPING_NORM  # all are clipped
+    assert first["sizes"] != second["sizes"]  # each rank draws its own
+    for name, value in first["end"].items():
+        torch.testing.assert_close(value, second["end"][name], rtol=0, atol=0)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(saved).__name__ == "LlamaForCausalLM"
+    for name, value in weights(saved).items():
+        torch.testing.assert_close(value, first["end"][name], rtol=0, atol=0)
+    assert "Differential privacy" in (tmp_path / "README.md").read_text()
+
+
+def resume(rank: int, world_size: int, folder: str, way: str, adapters: bool) -> dict[str, Any]:
+    become_rank(rank, world_size)
+
+    def made() -> Any:
+        if not adapters:
+            return llama()
+        import peft
+
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(llama(), lora)
+
+    more = {
+        "privacy": {"target_epsilon": 3.0, "delta": 1e-3}, "optim": "adamw_torch",
+        "learning_rate": 0.01, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
+        "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": Texts(6, (4,)),
+        "load_best_model_at_end": True, "train_sampling_strategy": "random",
+    }  # fmt: skip
+    first = trainer_of(folder, way, made(), **more)
+    first.train()
+    best = min((h["eval_loss"], h["step"]) for h in first.state.log_history if "eval_loss" in h)
+    again = trainer_of(folder, way, made(), **more)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return {
+        "epsilon": (first.get_epsilon(), again.get_epsilon()), "best": best,
+        "end": whole(first.model), "kept": first.seen[2][1],
+        "initial": first.seen[0][1], "started": again.seen[0][1], "steps": len(again.seen),
+        "evaluated": first.evaluate()["eval_loss"],
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_resumed_on_two_ranks(tmp_path: Path, way: str, adapters: bool) -> None:
+    first, second = run_distributed(resume, 2, str(tmp_path), way, adapters, timeout=200)
+    for out in (first, second):
+        assert out["epsilon"][0] == pytest.approx(out["epsilon"][1]) and out["epsilon"][0] > 2.8
+        assert out["steps"] == 2  # of 4, from checkpoint-2
+        assert out["evaluated"] == pytest.approx(out["best"][0], abs=1e-5)
+    for name, value in first["end"].items():
+        torch.testing.assert_close(value, second["end"][name], rtol=0, atol=0)
+    for name, value in first["kept"].items():
+        torch.testing.assert_close(first["started"][name], value, rtol=0, atol=0)
+    assert any(not torch.equal(first["initial"][n], w) for n, w in first["started"].items())
+    assert (tmp_path / "checkpoint-4" / "privacy.pt").is_file()

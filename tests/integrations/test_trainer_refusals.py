@@ -1,0 +1,134 @@
+"""What cannot be private is refused by name, before anything has been built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.integrations.tiny import Texts, arguments, collate, llama
+
+transformers = pytest.importorskip("transformers")
+
+from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
+from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+
+PRIVACY = DPArguments(noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "exactly one of target_epsilon"),
+        ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, "exactly one of target_epsilon"),
+        ({"target_epsilon": 0.0}, "target_epsilon must be finite and above 0"),
+        ({"target_epsilon": float("inf")}, "target_epsilon must be finite"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be finite and at least 0"),
+        ({"noise_multiplier": 1.0, "clipping_norm": 0.0}, "clipping_norm must be finite and above 0"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be below 1"),
+        ({"noise_multiplier": 1.0, "grad_sample_mode": "fast"}, "grad_sample_mode must be one of"),
+        ({"noise_multiplier": 1.0, "accountant": "none"}, "none"),
+        ({"noise_multiplier": 1.0, "privacy_unit": "user"}, "privacy_unit must be one of .* users"),
+        (
+            {"noise_multiplier": 1.0, "grad_sample_mode": "hooks", "log_private_gradient_norms": True},
+            "log_private_gradient_norms",
+        ),
+    ],
+)
+def test_privacy_arguments(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DPArguments(**changes)
+
+
+def test_privacy_arguments_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        PRIVACY.clipping_norm = 2.0  # type: ignore[misc]
+    with pytest.raises(TypeError, match="clipping_norm must be a number"):
+        DPArguments(noise_multiplier=1.0, clipping_norm="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"auto_find_batch_size": True}, "other batches"),
+        ({"dataloader_drop_last": True}, "Poisson"),
+        ({"torch_compile": True}, "embeddings"),
+        ({"use_liger_kernel": True}, "fused"),
+        ({"neftune_noise_alpha": 5.0}, "longest text"),
+        ({"optim": "adalomo"}, "in the backward pass"),
+        ({"train_sampling_strategy": "group_by_length"}, "drawn independently"),
+        ({"train_sampling_strategy": "sequential"}, "drawn independently"),
+        ({"accelerator_config": {"split_batches": True}}, "each process"),
+    ],
+)
+def test_training_arguments(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    args = arguments(tmp_path)
+    for name, value in changes.items():
+        if name == "accelerator_config":
+            args.accelerator_config.split_batches = True
+        else:
+            setattr(args, name, value)
+    name = next(iter(changes))
+    with pytest.raises(ValueError, match=rf"(?s){name}.*cannot be private: .*{reason}"):
+        DPTrainer(llama(), args, train_dataset=Texts(), privacy=PRIVACY)
+
+
+def test_half_precision_with_a_scaler(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.fp16 = True
+    with pytest.raises(ValueError, match=r"fp16=True cannot be private.*bf16=True"):
+        DPTrainer(llama(), args, train_dataset=Texts(), privacy=PRIVACY)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(Texts())
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(None, "train_dataset is needed"), (Stream(), "map-style"), (Texts(0), "no examples"),
+     (Texts(3), "expected to draw 4 examples")],
+)  # fmt: skip
+def test_data(tmp_path: Path, data: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DPTrainer(llama(), arguments(tmp_path), train_dataset=data, privacy=PRIVACY)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"privacy must be DPArguments"):
+        DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=1.0)
+    with pytest.raises(ValueError, match=r"delta=0.5 protects nobody among 12"):
+        privacy = DPArguments(noise_multiplier=1.0, delta=0.5)
+        DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=privacy)
+    with pytest.raises(ValueError, match=r"no loss per example is known for LlamaModel|LlamaModel"):
+        DPTrainer(llama().model, arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)
+    trainer = DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)
+    with pytest.raises(NotImplementedError, match="each trial"):
+        trainer.hyperparameter_search()
+
+
+def test_collators_that_join_examples() -> None:
+    flattening = transformers.DataCollatorWithFlattening()
+    with pytest.raises(ValueError, match=r"made 1 rows of 2 examples"):
+        ChunkedCollate(flattening, 4)([Texts()[0], Texts()[1]])
+
+
+def test_padding_on_the_left() -> None:
+    def left(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {k: v.flip(1) for k, v in collate(items).items()}
+
+    data = Texts(lengths=(3, 5))
+    ChunkedCollate(left, 1)([data[0], data[1]])  # each by itself has none
+    with pytest.raises(ValueError, match=r"padding_side = 'right'"):
+        ChunkedCollate(left, 2)([data[0], data[1]])
+
+
+def test_chunks_are_of_nearly_equal_size() -> None:
+    batch = ChunkedCollate(collate, 4)([Texts()[i] for i in range(9)])
+    assert batch.sizes == [3, 3, 3] and [len(c["input_ids"]) for c in batch.chunks] == [3, 3, 3]
