@@ -160,7 +160,7 @@ def _aimed(ratio: float, aim: float) -> str:
     return text if ratio <= aim else f"**{text}**"
 
 
-# Of docs/experiments.md, and of docs/performance.md.
+# Tables by name.
 AGAINST_OPACUS: dict[str, Callable[[], str]] = {
     "one-card": one_card,
     "several-cards": several_cards,
