@@ -38,6 +38,31 @@ from opacus.optimizers.utils import check_norm_count, params
 logger = logging.getLogger(__name__)
 
 
+def check_privacy_unit(privacy_unit: str | None, grad_sample_mode: str, wrap_model: bool) -> None:
+    """Check ``make_private``'s argument that names the units.
+
+    Raises:
+        ValueError: It is no name, or there is nothing that could look at the model's arguments.
+    """
+    if privacy_unit is None:
+        return
+    if not isinstance(privacy_unit, str) or not privacy_unit:
+        raise ValueError(
+            "privacy_unit must be the name of an argument of the model (or the key of its batch), "
+            f"such as 'unit_ids', got {privacy_unit!r}"
+        )
+    if not wrap_model:
+        raise ValueError(
+            "privacy_unit needs wrap_model=True: it is the wrapper that takes the units from the "
+            "model's arguments"
+        )
+    if grad_sample_mode in ("ew", "no_op"):
+        raise ValueError(
+            f"privacy_unit is not supported by grad_sample_mode={grad_sample_mode!r}, which does "
+            "not record layers: use 'hooks' or a ghost mode"
+        )
+
+
 def check_arguments(
     *,
     module: nn.Module,

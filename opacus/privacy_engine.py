@@ -29,6 +29,7 @@ from opacus.engine_checks import (
     check_arguments,
     check_noise_source,
     check_parallelism,
+    check_privacy_unit,
     choose,
     is_distributed,
     on_all_ranks,
@@ -97,6 +98,7 @@ class PrivacyEngine(EngineAccounting):
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         data_layout: str = "auto",
+        privacy_unit: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -125,6 +127,12 @@ class PrivacyEngine(EngineAccounting):
                 training) or the same ones (``"replicated"``, to compare with one process).
                 ``"auto"``: sharded; an ordinary loader is dealt out to the ranks. The batches
                 are checked against it.
+            privacy_unit: Name of an argument of the model, or key of its batch, that says whose
+                each row ``[rows]`` or token ``[rows, tokens]`` is, -1 for nobody's; a unit may have
+                several rows, all on one rank. It is taken out before the model runs, except
+                ``"position_ids"`` and ``"cu_seqlens"``, which say where the documents of a packed
+                row start. What is clipped, and counted by the data loader, is then such a unit.
+                ``None``: each row is a sample of its own.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -151,6 +159,7 @@ class PrivacyEngine(EngineAccounting):
             choice = choose(grad_sample_mode, module, criterion, clipping)
             if choice is not None:
                 grad_sample_mode = agreed["the mode that 'auto' stands for"] = choice.mode
+            check_privacy_unit(privacy_unit, grad_sample_mode, wrap_model)
             check_noise_source(noise_generator, self.secure_mode)
             mode = check_arguments(
                 module=module,
@@ -189,6 +198,8 @@ class PrivacyEngine(EngineAccounting):
         )
         if choice is not None:
             private_module.auto_choice = choice
+        if privacy_unit is not None:
+            private_module.privacy_unit = privacy_unit
         try:
             if poisson_sampling:
                 private_module.forbid_grad_accumulation()

@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
+from opacus.core.record.named import DOCUMENTS, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import pad_rows
@@ -81,6 +84,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
     _detach: ClassVar[bool] = False
     # What grad_sample_mode="auto" stood for, if that is what was asked for.
     auto_choice: Choice | None = None
+    # Argument of the model that says whose each row is; ``None``: row i is sample i.
+    privacy_unit: str | None = None
 
     def __init__(
         self,
@@ -288,6 +293,38 @@ class GradSampleHooks(AbstractGradSampleHooks):
                 "to explain with grad_sample_mode='auto'"
             )
         return str(self.auto_choice)
+
+    def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Take the names of units from the model's arguments, if there are any."""
+        key, recorder = self.privacy_unit, self._recorder
+        if key is None:
+            return args, kwargs
+        args, kwargs, names = take_units(key, args, kwargs)
+        recorder.named = None
+        if recorder.active(self._module):
+            recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
+            self._check_unit_ranks(key, recorder.named.names)
+        return args, kwargs
+
+    def _check_unit_ranks(self, key: str, names: Tensor) -> None:
+        """Refuse a unit of which several ranks have rows: each would clip its own part.
+
+        Raises:
+            ValueError: On all ranks.
+        """
+        if key in DOCUMENTS or not (dist.is_available() and dist.is_initialized()):
+            return
+        if getattr(self, "data_layout", "sharded") == "replicated":
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, names.tolist())
+        seen = [name for own in everyone for name in own]
+        twice = sorted({name for name in seen if seen.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "
+                "clip its own part only: let all rows of a unit be on one rank"
+            )
 
     @property
     def latest_batch(self) -> int | None:

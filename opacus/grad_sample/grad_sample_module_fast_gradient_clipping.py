@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.check import Isolation
 from opacus.core.kernels.norms.suite import kernels_named
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.platform.profiling import (
@@ -376,9 +375,6 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         if self.book_keeping:
             return OnePass(self._recorder, parameters, deferred=deferred, sink=self._make_sink())
         return TwoPass(self._recorder, parameters, deferred=deferred)
-
-    def _make_isolation(self, **how: Any) -> Isolation:
-        return super()._make_isolation(twice=not self.book_keeping, **how)
 
     def _make_lone(self) -> LoneSample | None:
         """What runs batches of one sample without taps; ``None`` where every layer must be seen."""

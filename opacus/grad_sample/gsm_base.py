@@ -104,6 +104,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         Raises:
             RuntimeError: What the module raised; for an empty batch it says what to change.
         """
+        args, kwargs = self._name_units(args, kwargs)
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
@@ -117,6 +118,10 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
+
+    def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Take what is not the model's from its arguments; nothing here."""
+        return args, kwargs
 
     def __getattr__(self, item: str) -> Any:
         try:

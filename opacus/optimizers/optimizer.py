@@ -328,12 +328,16 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
+        divisor = 1.0
         if self.loss_reduction == "mean":
             divisor = self.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
-            grads = [parameter.grad for parameter in self.params]
-            with torch.no_grad():
-                divide([grad for grad in grads if grad is not None], divisor)
+        self._divide(divisor)
+
+    def _divide(self, divisor: float | Tensor) -> None:
+        grads = [parameter.grad for parameter in self.params]
+        with torch.no_grad():
+            divide([grad for grad in grads if grad is not None], divisor)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the wrapped optimizer's step.

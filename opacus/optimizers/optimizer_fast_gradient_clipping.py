@@ -112,9 +112,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         if not self._clipped_batches:  # the next backward() drops what a step has used
             parameters = [p for p in parameters if p.grad is None or not was_processed(p.grad)]
         changed = self._watch.changed(parameters, divided_by)
-        if changed:
+        if changed or self._watch.changed_before():
+            names = self._named(changed) if changed else "the step before (which released nothing)"
             raise RuntimeError(
-                f"the gradients of {self._named(changed)} were changed or added between backward() "
+                f"the gradients of {names} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "
@@ -122,6 +123,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "them out, or use grad_sample_mode='hooks', which ignores p.grad; call zero_grad() "
                 "before the next batch"
             )
+
+    def _divide(self, divisor: float | Tensor) -> None:
+        super()._divide(self._watch.guarded(divisor))
 
     def _named(self, parameters: list[nn.Parameter]) -> str:
         """What parameters are called in the model, the first of them."""

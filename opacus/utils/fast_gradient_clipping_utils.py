@@ -334,6 +334,12 @@ class DPLossFastGradientClipping:
             ValueError: The criterion did not give one loss (or more) a sample.
         """
         losses = self._unreduced(args, kwargs)
+        named = self.module._recorder.named
+        if named is not None:
+            sums = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
+            return DPTensorFastGradientClipping(
+                self.module, self.optimizer, sums, self.loss_reduction
+            )
         if shape is None:
             self._refuse_joined(losses)
         losses = self._per_sample(losses, args, kwargs, self._samples(shape))
@@ -342,6 +348,17 @@ class DPLossFastGradientClipping:
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )
+
+    def _averages(self) -> bool:
+        return self.loss_reduction == "mean"
+
+    def _valid(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+        """Which losses have a target that counts."""
+        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
+        ignored = getattr(self.criterion, "ignore_index", None)
+        if ignored is None or not isinstance(targets, Tensor) or targets.numel() != losses.numel():
+            return None
+        return targets != ignored
 
     def _alone(self, args: Any, kwargs: Any, samples: int) -> Tensor:
         return self._per_sample(self._unreduced(args, kwargs), args, kwargs, samples)

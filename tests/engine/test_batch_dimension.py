@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.record import recorder
+from opacus.core.record import whose
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests import oracle
 from tests.distributed_utils import run_distributed
@@ -227,7 +227,7 @@ def test_indices_whose_origin_is_unknown(mode: str, monkeypatch: pytest.MonkeyPa
     run = private(model, mode)
     step(run, *square)
     assert_close(gradients(model), want(seeded(ReversedTokens), *square, 0))
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
     model = seeded(ReversedTokens)
     run = private(model, mode)
     with pytest.raises(ValueError, match=r"'tokens' \(Embedding\).*batch of another size"):

@@ -100,7 +100,6 @@ class Isolation:
         batch_first: Whether dimension 0 of tensors counts units.
         shared: Whether the loss is a mean over units, or one loss a unit.
         sees_loss: Whether losses come from our criterion (else the graph is looked at).
-        twice: Whether a step runs backward twice.
         replicated: Whether other processes hold the same parameters.
         ranks: Those that share a model sharded by FSDP2.
     """
@@ -115,7 +114,6 @@ class Isolation:
         batch_first: bool = True,
         shared: bool = True,
         sees_loss: bool = False,
-        twice: bool = False,
         replicated: bool = False,
         ranks: ModelRanks | None = None,
     ) -> None:
@@ -138,7 +136,6 @@ class Isolation:
             model,
             recorder,
             plain=ranks is None and not replicated,
-            twice=twice,
             any_rank=self._any_rank,
         )
         recorder.handles += [
@@ -242,6 +239,9 @@ class Isolation:
         Raises:
             IsolationError: A unit is not the same alone.
         """
+        if not self._pending and self._refusal is None:
+            self.schedule.steps += 1
+            return
         pending, self._pending, self._watch = self._pending, [], None
         refusal, self._refusal = self._refusal, None
         try:
@@ -288,7 +288,7 @@ class Isolation:
                 f"whether a sample's gradient depends on the other samples of its batch cannot be "
                 f"checked for this model: {reason}. See opacus.check_isolation"
             )
-        if found and not runs.made_up:
+        if found:
             refusal = refusal or _explained(
                 found[0], self.model, len(watch.chosen), bool(watch.scalars)
             )
@@ -338,14 +338,6 @@ def _explained(found: Difference, model: nn.Module, together: int, scalars: bool
     end = "Nothing was released."
     if found.unit < 0:
         return f"in a run on {together} samples of the batch: {found.where}. {end}"
-    if found.recomputed:
-        return (
-            f"two backward passes over the same forward pass differ, at {found.where}: norm "
-            f"{found.together:.4g} in the first, {found.alone:.4g} in the second, of sample "
-            f"{found.unit}. What is summed would not be what was clipped. A checkpoint that draws "
-            "other random numbers when it is computed again is the likely cause: leave "
-            f"preserve_rng_state=True, or use a mode with _bk at its end. {end}"
-        )
     causes = []
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         causes.append("batch statistics (batch normalisation)")

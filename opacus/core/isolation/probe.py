@@ -7,7 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
+from opacus.core.record.aside import aside, others, passing_back
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -45,7 +46,6 @@ class Difference:
     where: str
     together: float
     alone: float
-    recomputed: bool = False
 
 
 class Runs(Protocol):
@@ -54,6 +54,10 @@ class Runs(Protocol):
     @property
     def count(self) -> int:
         """Number of units to choose from."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether these are units of a batch, rather than made up to go along with other ranks."""
 
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
@@ -73,7 +77,6 @@ class Probe:
         model: The model.
         recorder: Its recorder.
         plain: Whether plain autograd may run backward.
-        twice: Whether a step runs backward twice, so that both passes must be the same.
         any_rank: Whether something is true on some rank that takes part.
     """
 
@@ -83,13 +86,11 @@ class Probe:
         recorder: Recorder,
         *,
         plain: bool,
-        twice: bool,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self._model = model
         self._recorder = recorder
         self._plain = plain and not any(_has_hooks(p) for p in model.parameters())
-        self._twice = twice
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
 
@@ -106,26 +107,24 @@ class Probe:
         """
         tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
         with ExitStack() as stack:
-            for other in self._recorder.others():
+            for other in others(self._recorder):
                 stack.enter_context(other.paused())
             stack.enter_context(undisturbed(self._model))
-            found = self._run_again(runs, tolerance) if self._twice else []
-            if self._any_rank(bool(found)):
-                return found
-            with without_dropout(self._model):
-                return self._compare(runs, tolerance)
+            stack.enter_context(without_dropout(self._model))
+            return self._compare(runs, tolerance)
 
     def _compare(self, runs: Runs, tolerance: float) -> list[Difference]:
         try:
             together = self._tapped(runs, range(runs.count))
         except RUN_ERRORS as error:
-            if not _is_ours(error):
+            if runs.counts and not _is_ours(error):
                 raise IncomparableError(
-                    f"it cannot be run on {runs.count} samples: {error}"
+                    f"it cannot be run on {runs.count} samples: {_brief(error)}"
                 ) from error
             together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
         else:
             refusal = []
+        refusal = refusal if runs.counts else []
         if self._any_rank(bool(refusal)):
             return refusal
         chosen = _telling(together, runs.count)
@@ -136,7 +135,7 @@ class Probe:
         for number, place in enumerate(chosen):
             one, unit = _column(together, place), runs.unit(place)
             found = self._differences(unit, one, alone[number], tolerance)
-            differing += [(number, difference) for difference in found]
+            differing += [(number, difference) for difference in found if runs.counts]
         if self._any_rank(bool(differing)):
             number = differing[0][0] if differing else 0
             again = self._alone(runs, chosen[number])
@@ -145,51 +144,35 @@ class Probe:
                 raise IncomparableError("it draws random numbers of its own, other ones each time")
         return [difference for _, difference in differing]
 
-    def _run_again(self, runs: Runs, tolerance: float) -> list[Difference]:
-        """Whether two backward passes over one graph are the same, dropout and all."""
-        try:
-            first, second = self._measured(runs, [0], backwards=2)
-        except RUN_ERRORS:
-            return []  # the comparison says what is wrong
-        found = self._differences(runs.unit(0), _column(first, 0), _column(second, 0), tolerance)
-        return [replace(difference, recomputed=True) for difference in found]
-
     # --- one run ---
 
     def _tapped(self, runs: Runs, places: Sequence[int]) -> Norms:
-        return self._measured(runs, places, backwards=1)[0]
-
-    def _measured(self, runs: Runs, places: Sequence[int], backwards: int) -> list[Norms]:
-        """Norms by the taps, of one or more backward passes over one forward pass."""
-        recorder = self._recorder
-        ledgers: list[NormLedger] = []
+        """Norms by the taps."""
+        recorder, ledger = self._recorder, NormLedger(len(places), deferred=True)
         refusals: list[Exception] = []
 
         def sink(record: Record) -> None:
             try:
                 with recorder.paused():  # a rule may run the layer again
-                    ledgers[-1].add(record)
+                    ledger.add(record)
             except (RuntimeError, ValueError) as error:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
-        with recorder.probing(sink):
+        with aside(recorder, sink):
             tensors, grads = runs.start(places)
             self._order = recorder.uses
-            with recorder.passing_back():
-                for number in range(backwards):
-                    ledgers.append(NormLedger(len(places), deferred=True))
-                    last = number == backwards - 1
-                    torch.autograd.backward(tensors, grads, retain_graph=not last)
+            with passing_back(recorder):
+                torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
             with recorder.paused(), torch.no_grad():
-                return [_as_lists(ledger.finish()) for ledger in ledgers]
+                return _as_lists(ledger.finish())
 
     def _alone(self, runs: Runs, place: int) -> dict[str, float]:
         try:
             return self._one(runs, [place])
         except RUN_ERRORS as error:
-            reason = str(error)
+            reason = _brief(error)
         try:  # some models need more than one row (batch norm, for one): twice the same
             return self._one(runs, [place, place])
         except RUN_ERRORS:
@@ -289,6 +272,12 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or bool(
         getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
+
+
+def _brief(error: BaseException) -> str:
+    """An error in one line: torch explains some at length."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # What trainers that normalise a loss by hand pass to the model: tokens in the whole batch.
 _TOKENS, _LABELS, _IGNORED = "num_items_in_batch", "labels", -100
@@ -66,7 +66,10 @@ class UnitRows:
         return _with_own_tokens(inputs, tree_map_only(Tensor, pick, inputs))
 
     def made_up(self, inputs: Any, rows: int) -> Any:
-        """For a batch of no units: ``inputs`` with ``rows`` rows of ones."""
+        """For a batch of no units, or a made-up one: ``inputs`` with ``rows`` rows of ones."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if self.units == 0 and all(self._cut(t) is None for t in tensors):
+            return replace(self, units=1).made_up(inputs, rows)
 
         def fill(tensor: Tensor) -> Tensor:
             dim = self._cut(tensor)
@@ -106,15 +109,20 @@ def structure(inputs: Any, units: int, *, sizes: bool, training: bool) -> Hashab
             this rank's batch; ranks that must decide alike leave it out).
         training: The model's mode.
     """
-    leaves, tree = tree_flatten(inputs)
-    parts: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            dims = tuple("n" if s == units else "1" if s == 1 else "*" for s in leaf.shape)
-            parts.append((leaf.dtype, dims if sizes else len(dims)))
-        else:
-            parts.append(leaf if isinstance(leaf, (bool, str)) else type(leaf).__name__)
-    return (repr(tree), tuple(parts), training, units > 1 if sizes else None)
+    return (_form(inputs, units if sizes else None), training, units > 1 if sizes else None)
+
+
+def _form(value: Any, units: int | None) -> Hashable:
+    """Of one argument; asked in every step, so without the help of a tree of types."""
+    if isinstance(value, Tensor):
+        if units is None:
+            return (value.dtype, value.dim())
+        return (value.dtype, *["n" if s == units else s == 1 for s in value.shape])
+    if isinstance(value, (tuple, list)):
+        return tuple([_form(v, units) for v in value])
+    if isinstance(value, Mapping):
+        return tuple([(k, _form(v, units)) for k, v in value.items()])
+    return value if isinstance(value, (bool, str)) else type(value).__name__
 
 
 def number_of_units(inputs: Any, known: int | None, batch_first: bool) -> int | None:

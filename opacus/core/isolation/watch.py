@@ -151,6 +151,10 @@ class WatchedRuns:
         self.rows = watch.rows
 
     @property
+    def counts(self) -> bool:
+        return not self.made_up
+
+    @property
     def count(self) -> int:
         return self.made_up or len(self.watch.chosen)
 
@@ -206,6 +210,7 @@ class LossRuns:
         self._loss = loss
         self._shared = shared
         self.count = min(rows.units, TOGETHER)
+        self.counts = True
 
     def unit(self, place: int) -> int:
         return place

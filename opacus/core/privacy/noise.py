@@ -12,7 +12,7 @@ from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sharded import local_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -68,7 +68,7 @@ def add_noise(
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     for source, target, name in sums:
-        own, place = local(source), local(target)
+        own, place = local_of(source), local_of(target)
         stream = key.stream(purpose, name)
         if not place.is_contiguous():
             back.append(
@@ -90,11 +90,6 @@ def _draws(tensor: Tensor, source: Tensor, target: Tensor, stream: bytes) -> Ite
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
     for part, place, region in parts if regions else ():
         yield Draw(part, place, region, stream)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: all of it if it is not sharded."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

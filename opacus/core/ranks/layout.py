@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
-from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.platform.sharded import is_dtensor, is_fsdp, local_of
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
-from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise, local
+from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
 
 
 class Single:
@@ -109,7 +109,7 @@ class Single:
     def _noised(
         self, std: float, jobs: list[tuple[Tensor, torch.dtype, str]], in_place: bool, step: int
     ) -> Iterator[Tensor]:
-        for piece in consecutive(jobs, lambda job: local(job[0]).numel(), PIECE_ELEMENTS):
+        for piece in consecutive(jobs, lambda job: local_of(job[0]).numel(), PIECE_ELEMENTS):
             targets = [
                 total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
                 for total, dtype, _ in piece
@@ -223,11 +223,10 @@ def check_sharded(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def divide(tensors: Sequence[Tensor], divisor: float) -> None:
+def divide(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide all tensors in place, this rank's shards of sharded ones."""
-    locals_ = [t.to_local() if is_dtensor(t) else t for t in tensors]
-    if locals_ and divisor != 1:
-        torch._foreach_div_(locals_, divisor)
+    if tensors and (isinstance(divisor, Tensor) or divisor != 1):
+        torch._foreach_div_([local_of(t) for t in tensors], divisor)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
-from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sharded import is_dtensor, local_of
 from opacus.core.platform.torch_internals import as_sharded
 from opacus.core.sums.one_pass import BUCKET_ELEMENTS, Terms
 
@@ -193,7 +193,7 @@ def add_shard(parameter: Any, values: Tensor) -> None:
         parameter: Sharded by FSDP2.
         values: Flat; starts with this rank's shard of what is added.
     """
-    local = parameter.to_local()
+    local = local_of(parameter)
     size = local.numel()
     own = (values if values.numel() == size else values[:size]).view(local.shape)
     grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)

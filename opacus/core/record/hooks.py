@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
-from opacus.core.record.provenance import IndexCheck
 from opacus.core.record.tap import Use
 from opacus.core.record.whole import is_alias
+from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -22,12 +22,12 @@ class Taps(Protocol):
     Attributes:
         detach: Whether the layer runs on detached parameters.
         taps_in_graphs: Whether compiled graphs contain taps.
-        indices: Whether rows are samples; told of a layer while it ``follows``.
+        whose: Whose rows layers have; its check is told of a layer while it ``follows``.
     """
 
     detach: bool
     taps_in_graphs: bool
-    indices: IndexCheck
+    whose: WhoseRows
 
     def active(self, module: nn.Module) -> bool:
         """Whether the layer is tapped if it runs now."""
@@ -107,7 +107,7 @@ class LayerHooks:
                 "training, and not under torch.func (vmap, grad, ...): call disable_hooks() or "
                 "eval() on the wrapper first, or use the model of to_standard_module()"
             ) from error
-        if self.recorder.indices.follows:
+        if self.recorder.whose.indices.follows:
             self.recorder.check_rows(self.layer, (args, kwargs), tapped)
         return tapped
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from opacus.core.record.layers import Layer
+from opacus.core.record.named import NamedUnits
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -70,6 +71,7 @@ class ForwardPass:
         sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
         ordinary: Names of parameters that an ordinary loss has run backward through.
         made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
+        named: Its units, if the user names them.
     """
 
     generation: Generation
@@ -78,6 +80,7 @@ class ForwardPass:
     rows: dict[str, int] = field(default_factory=dict)
     ordinary: tuple[str, ...] = ()
     made_up: bool = False
+    named: NamedUnits | None = None
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""

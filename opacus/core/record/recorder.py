@@ -24,7 +24,6 @@ Note [Forward passes and generations]
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,9 +43,10 @@ from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
+from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
 from opacus.core.record.record import ForwardPass, Generation, Record
-from opacus.core.record.regroup import regrouped
+from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.tap import (
     ANCHOR,
     Tap,
@@ -57,11 +57,11 @@ from opacus.core.record.tap import (
     tap_one,
     to_front,
 )
-from opacus.core.record.trail import Follower, can_follow
+from opacus.core.record.trail import Follower
 from opacus.core.record.whole import LoneSample, WholeUse, only_whole
+from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
-from opacus.core.rules.units import Units, only_unit
 
 logger = logging.getLogger(__name__)
 
@@ -98,16 +98,12 @@ class Recorder:
         self.bare = False  # whether layers run without taps now
         # Whether compiled graphs contain taps, or end at each layer.
         self.taps_in_graphs = compiled_taps_from_environment()
-        self.indices = IndexCheck(layer.spec for layer in layers)
-        self.follower = Follower()
-        self._follows = False  # whether the follower has to be asked about layers now
-        # Units of layers that ran without gradients, as reentrant checkpoints let them.
-        self._hidden: dict[str, list[Units | None]] = {}
-        self.repeats = RepeatCheck()
+        self.whose = WhoseRows(layer.spec for layer in layers)
         self._current: ForwardPass | None = None
         self._warned_of_joining = False
         self._generation = Generation()
         self.latest_batch: int | None = None
+        self.named: NamedUnits | None = None  # units of the latest batch, if the user names them
         # Number of losses of the backward pass that runs, where it is known.
         self.losses: int | None = None
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
@@ -146,13 +142,6 @@ class Recorder:
         """Names of the layers that ran over the latest batch rows, in the order of first use."""
         return list(self._generation.uses)
 
-    def others(self) -> list[Recorder]:
-        """Recorders of other private models that have layers of this one."""
-        hooks = [h for layer in self.layers for h in layer.module._forward_pre_hooks.values()]
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        found = {o.recorder for o in owners if isinstance(o, LayerHooks)}
-        return [r for r in found if isinstance(r, Recorder) and r is not self]
-
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
         self._current = None
@@ -167,35 +156,9 @@ class Recorder:
         finally:
             self.enabled = before
 
-    @contextmanager
-    def probing(self, sink: Callable[[Record], None]) -> Iterator[None]:
-        """Hand records to ``sink``; what is known of other passes is the same afterwards."""
-        before = dict(self.__dict__)
-        fresh = {"indices": copy.deepcopy(self.indices), "repeats": RepeatCheck()}
-        self.__dict__.update(fresh, follower=Follower(), lone=None, bare=False, detach=True)
-        self.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
-        self.forget()
-        try:
-            yield
-        finally:
-            for hooks in self._hooks:
-                hooks.put_back()
-            self.indices.end()
-            self.__dict__.update(before)
-
-    @contextmanager
-    def passing_back(self) -> Iterator[None]:
-        """A backward pass of ours: layers that run in it are computed again."""
-        before, self.in_backward = self.in_backward, True
-        try:
-            yield
-        finally:
-            self.in_backward = before
-
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_current=None, _generation=Generation(), in_backward=False, bare=False)
-        state.update(_follows=False)
         return state
 
     # --- forward ---
@@ -230,33 +193,27 @@ class Recorder:
         self._current = ForwardPass(self._generation, batch, self._latest_sizes)
         self._generation.calls.add(self._current)
         self.latest_batch = batch
+        if self.named is not None and batch != 0:
+            self._current.named, self._latest_sizes = self.named, frozenset()
+            self._current.sizes = self._latest_sizes
         if batch == 0 and self.active(module):
             self._current.made_up = True
             return with_a_row(args, kwargs, self._input_dim)
-        self._begin_following(module, (args, kwargs), batch)
-        lone = self.lone
+        told = batch if batch is not None and self._latest_sizes <= {batch, 1} else None
+        recorded = self.active(module)
+        self.whose.begin(module, (args, kwargs), told, self._input_dim, recorded=recorded)
+        lone = self.lone if self.named is None else None
         if lone is not None and lone.takes(batch) and self.active(module) and not under_functorch():
             self.bare = lone.begin(self._current)
         return None
 
-    def _begin_following(self, module: nn.Module, inputs: Any, batch: int | None) -> None:
-        """Find out whose rows layers get, in the forward pass that begins."""
-        self._follows, self._hidden = False, {}
-        told = batch is not None and self._latest_sizes <= {batch, 1}
-        if told and batch and batch > 1 and self.active(module) and can_follow(module, inputs):
-            self.indices.end()
-            self._follows = self.follower.begin(inputs, batch, self._input_dim)
-        elif self.batch_first:
-            self.indices.begin(inputs, batch, self.active(module), module)
-
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
         made_up = self._current is not None and self._current.made_up
-        self._current, self._follows = None, False
-        self.indices.end()
+        self._current = None
         if not self.in_backward:
             self.end_lone()
-        self.follower.end(output)
+        self.whose.end(output)
         return without_the_row(output, self._input_dim) if made_up else None
 
     def end_lone(self) -> None:
@@ -330,14 +287,10 @@ class Recorder:
         if not x.is_floating_point():
             self._look_up(spec, x)
         use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
-        if self._follows or output.shape[0:1] == (1,) or self._hidden or self._is_one(use):
+        if self.whose.asks(use, output):
             (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
         return tap_one(ANCHOR, use, output, x)
-
-    @staticmethod
-    def _is_one(use: Use) -> bool:
-        return use.forward_pass.batch == 1
 
     def _register(self, use: Use, output_shape: torch.Size) -> None:
         recomputed = self.in_backward
@@ -350,48 +303,26 @@ class Recorder:
     def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
         """Check a table's indices, where it runs first: reentrant checkpoints record later."""
         if not self.in_backward or spec.name not in self._generation.uses:
-            self.indices.look_up(spec, indices)
+            self.whose.indices.look_up(spec, indices)
 
     def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
         """Refuse a layer whose rows are found not to be samples."""
         first = tree_leaves(tapped)[0]
         if self.batch_dim(layer, first.dim()) == 0:
-            self.indices.ran(layer.spec, inputs, first)
+            self.whose.indices.ran(layer.spec, inputs, first)
 
     def note_rows(self, layer: Layer, output: Any) -> None:
         """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
-        if self._follows and self.enabled and not self.in_backward and not self.bare:
-            self._note_hidden(layer, output)
+        hidden = self.enabled and layer.module.training and not (self.in_backward or self.bare)
+        if hidden and not torch.is_grad_enabled():
+            dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
+            self.whose.note_hidden(layer, output, self.batch_dim(layer, dims))
         if self._current is None or not self.bare or not layer.trainable_now().params:
             return
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = self.batch_dim(layer, first.dim())
             self._current.saw(layer.spec.name, rows_of(first.shape, dim))
-
-    def _note_hidden(self, layer: Layer, output: Any) -> None:
-        """Of a layer that a reentrant checkpoint will run again: whose rows it has."""
-        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
-        spec = layer.trainable_now()
-        if first is None or not spec.params or not layer.module.training:
-            return
-        dim = self.batch_dim(layer, first.dim())
-        units = self.follower.units_of(spec, [], first, dim)
-        self._hidden.setdefault(spec.name, []).append(units)
-
-    def _units_before(self, spec: LayerSpec) -> Units | None:
-        """The units of a layer that is computed again, in a pass that was hidden.
-
-        Raises:
-            RuntimeError: They differ between the uses of the layer, so that it is not known which.
-        """
-        found = self._hidden.get(spec.name, [])
-        if len(found) > 1 and any(units is not None for units in found):
-            raise RuntimeError(
-                f"{spec} is used several times in reentrant checkpoints, on rows that are not the "
-                "samples, so whose they are is not known: use checkpoint(..., use_reentrant=False)"
-            )
-        return found[0] if found else None
 
     def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
         """A layer, with these trainable parameters, has run in a compiled graph.
@@ -416,6 +347,8 @@ class Recorder:
                 f"for each sample (expand its input), freeze it, or set {ADVICE}"
             )
         use = Use(self, layer, spec, forward_pass, dim)
+        if forward_pass.named is not None:
+            use.units = forward_pass.named.of_layer(spec, None, output, dim)
         use.register(output.shape, counted=True)
         return use
 
@@ -427,40 +360,13 @@ class Recorder:
             self._generation = Generation()
         recomputed = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
         sizes = self._latest_sizes if recomputed else frozenset()
-        return ForwardPass(self._generation, sizes=sizes)
+        return ForwardPass(self._generation, sizes=sizes, named=self.named)
 
     def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """Find out whose the rows of a layer's outputs are; one that all share becomes many."""
         if use.forward_pass.made_up:
             return outputs
         recomputed = self.in_backward or number_of_backward() >= 0
-        follower = self.follower if self._follows and not recomputed else None
-        first = outputs[0]
-        if follower is None or first.shape[:1] != (1,) or not follower.knows(use.spec, first):
-            outputs = [self._spread(use, output, inputs) for output in outputs]
-        if follower is not None:
-            use.units = follower.units_of(use.spec, inputs, outputs[0], use.batch_dim)
-        elif recomputed:
-            use.units = self._units_before(use.spec)
-        elif use.forward_pass.batch == 1 and outputs[0].dim():
-            use.units = only_unit(outputs[0].shape, use.batch_dim)
-        return outputs
-
-    def _spread(self, use: Use, output: Tensor, inputs: list[Tensor]) -> Tensor:
-        """Give each sample its own copy of an output computed once for all of them.
-
-        A table indexed by positions of shape ``[1, T]`` is added to every sample by
-        broadcasting, which would sum the samples' gradients before the tap.
-        """
-        batch = use.forward_pass.batch
-        if batch is None or batch == 1 or output.dim() < 2 or output.shape[0] != 1:
-            return output
-        time_major = self.batch_dim(use.layer, output.dim()) == 1
-        if time_major or any(t.dim() and t.shape[0] != 1 for t in inputs):
-            return output
-        use.repeated = True
-        self.repeats.repeated(use.spec)
-        return output.expand(batch, *output.shape[1:])
+        return self.whose.place(use, outputs, inputs, recomputed=recomputed)
 
     # --- backward ---
 
@@ -500,9 +406,10 @@ class Recorder:
     ) -> Record:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         # One input may hold several samples, in a list, say: then the losses tell.
-        hidden = forward_pass.batch == 1 and self.losses not in (None, 1)
-        if use.units is not None and not hidden:
-            return self._regrouped(use, use.units, tensors, grads, borrowed)
+        one = forward_pass.batch == 1 and forward_pass.named is None
+        if use.units is not None and not (one and self.losses not in (None, 1)):
+            with self.paused():  # some rules run the layer again
+                return record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
         dim = use.batch_dim
         backprops = [to_front(g.detach(), dim) for g in grads]
         inputs = [to_front(t.detach(), dim) for t in tensors]
@@ -513,8 +420,8 @@ class Recorder:
             )
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
-        if self.repeats.open:
-            self.repeats.received(use.spec, first, use.repeated)
+        if self.whose.repeats.open:
+            self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
             activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
         else:
@@ -526,33 +433,6 @@ class Recorder:
             backprops=first if len(backprops) == 1 else tuple(backprops),
             rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
-            generation=forward_pass.generation,
-            forward_pass=forward_pass,
-            borrowed=borrowed,
-        )
-
-    def _regrouped(
-        self,
-        use: Use,
-        units: Units,
-        tensors: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-        borrowed: bool,
-    ) -> Record:
-        """The record of a use whose rows are not the units: its row u has all that unit u has."""
-        forward_pass, layer, spec = use.forward_pass, use.layer, use.spec
-        with self.paused():  # some rules run the layer again
-            layer, spec, activations, backprops = regrouped(
-                layer, spec, units, use.rebuild, [t.detach() for t in tensors], grads
-            )
-        return Record(
-            layer=layer,
-            spec=spec,
-            activations=activations,
-            backprops=backprops,
-            rows=units.count,
-            averaged=forward_pass.batch,
-            reused=forward_pass.generation.uses.get(spec.name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,
             borrowed=borrowed,
@@ -573,5 +453,5 @@ class Recorder:
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
-    *(IndexCheck, RepeatCheck),
+    *(WhoseRows, IndexCheck, RepeatCheck),
 )

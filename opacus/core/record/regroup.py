@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from opacus.core.record.layers import Layer
-from opacus.core.record.tap import prepared
+from opacus.core.record.record import Record
+from opacus.core.record.tap import Use, prepared
 from opacus.core.rules.base import unsupported
 from opacus.core.rules.by_unit import gradients_by_unit
 from opacus.core.rules.generic import Call
@@ -60,6 +61,42 @@ def regrouped(
         return layer, spec, *use
     formed = gradients_by_unit(rule, spec, activations, outputs, units)
     return *layer.by_unit(spec), *formed
+
+
+def record_by_unit(
+    use: Use,
+    units: Units,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    borrowed: bool,
+) -> Record:
+    """The record of a use of a layer whose rows are not the units; see :func:`regrouped`.
+
+    Args:
+        use: Of the layer.
+        units: Of its output.
+        tensors: Its inputs.
+        grads: Gradients with respect to its outputs.
+        borrowed: See :class:`Record`.
+    """
+    forward_pass, name = use.forward_pass, use.spec.name
+    inputs = [t.detach() for t in tensors]
+    layer, spec, activations, backprops = regrouped(
+        use.layer, use.spec, units, use.rebuild, inputs, grads
+    )
+    return Record(
+        layer=layer,
+        spec=spec,
+        activations=activations,
+        backprops=backprops,
+        rows=units.count,
+        averaged=forward_pass.batch,
+        reused=forward_pass.generation.uses.get(name, 0) > 1,
+        generation=forward_pass.generation,
+        forward_pass=forward_pass,
+        borrowed=borrowed,
+    )
 
 
 def _in_front(tensor: Tensor, dim: int) -> Tensor:

@@ -90,6 +90,9 @@ class LoneSample:
         if {one.batch for one in passes} != {samples}:
             self.rule_out("the model's inputs do not tell the number of samples")
             return
+        if any(rows != samples for one in passes for rows in one.rows.values()):
+            self.rule_out("layers have several rows for a sample")
+            return
         self._proven = True
         used = [name for one in passes for name in one.generation.uses]
         watched = {*used[:1], *used[-1:]}

@@ -8,13 +8,18 @@ Note [Sums in p.grad]
 
     A factor of 1 is no change: ``clip_grad_norm_`` multiplies by it to read the norm. So sums
     that have been written to are compared by their norms, which are taken beside the marks,
-    without waiting for the device. Some versions of PyTorch do not count what ``torch._foreach_*``
-    does to shards (DTensors): there the norms are compared in each step.
+    without waiting for the device.
+
+    Some versions of PyTorch do not count what ``torch._foreach_*`` does to shards (DTensors).
+    There the norms are compared in each step. On a GPU the host does not wait for the answer: the
+    device itself lets a changed sum come to nothing (:meth:`SumWatch.guarded`), and the error
+    follows before the next step.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +39,9 @@ class SumWatch:
     def __init__(self) -> None:
         self._grads: list[Tensor] = []
         self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
+        self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
+        # The same, of the step before, on its way to the host.
+        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """The parameters' ``grad`` are complete sums now."""
@@ -56,8 +64,13 @@ class SumWatch:
         """
         grads = self._grads
         written = any(grad._clipped_versions != _versions(grad) for grad in grads)  # type: ignore[attr-defined]
-        compare = written or (bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0]))
-        moved = {id(grad) for grad in self._moved(scale)} if compare else set()
+        blind = bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0])
+        moved: set[int] = set()
+        if written or (blind and not self._norms.is_cuda):
+            kept = self._same(scale).tolist()
+            moved = {id(grad) for grad, same in zip(grads, kept, strict=True) if not same}
+        elif blind:
+            self._moved = ~self._same(scale).all()
         known = {id(grad) for grad in grads} - moved
         return [
             parameter
@@ -68,12 +81,31 @@ class SumWatch:
             and bool((local_of(parameter.grad) != 0).any())
         ]
 
-    def _moved(self, scale: float) -> list[Tensor]:
-        """Sums whose norm has changed."""
+    def guarded(self, divisor: float | Tensor) -> float | Tensor:
+        """What the noised sums are to be divided by: infinity, if the device has found a change."""
+        moved, self._moved = self._moved, None
+        if moved is None:
+            return divisor
+        arrived = torch.cuda.Event()
+        self._answer = (moved.to("cpu", non_blocking=True), arrived)
+        arrived.record()
+        return torch.where(moved, math.inf, divisor)
+
+    def changed_before(self) -> bool:
+        """Whether a step before had a changed sum, which came to nothing on the device."""
+        if self._answer is None or not self._answer[1].query():
+            return False
+        (answer, _), self._answer = self._answer, None
+        return bool(answer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_moved": None, "_answer": None}
+
+    def _same(self, scale: float) -> Tensor:
+        """``[n]`` bool: which sums have the norm that was noted."""
         now = _norms(self._grads) * scale
         tolerance = 0.0 if scale == 1.0 else ROUNDING
-        same = torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
-        return [g for g, kept in zip(self._grads, same.tolist(), strict=True) if not kept]
+        return torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 def _versions(grad: Tensor) -> tuple[int, int]:
@@ -87,7 +119,8 @@ def _norms(grads: Sequence[Tensor]) -> Tensor:
         return torch.empty(0)
     shards = [local_of(grad) for grad in grads]
     norms = torch._foreach_norm(shards)
-    return torch.stack([norm.to(shards[0].device, torch.float64) for norm in norms])
+    device = norms[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
 
 
 @functools.cache

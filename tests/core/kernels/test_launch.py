@@ -250,7 +250,7 @@ cases = {
 if "hopper" in sys.argv:
     cases |= {
         "hopper width": lambda: hopper.width_norm_sq(a, g, hopper.WIDTH_TILES[2]),
-        "hopper gram": lambda: hopper.gram_norm_sq(a, g, hopper.GRAM_TILES[0]),
+        "hopper gram": lambda: hopper.gram_sums(a, g, hopper.GRAM_TILES[0]),
     }
 for name, case in cases.items():
     def plain(value):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.record import recorder
+from opacus.core.record import whose
 from tests.engine.test_modes_match_oracle import assert_close
 
 T = 4  # tokens, and samples of the ambiguous batch
@@ -151,13 +151,15 @@ def test_indices_computed_row_by_row_are_taken(rule: Rule, mode: str) -> None:
     assert torch.overrides._len_torch_function_stack() == 0
 
 
+@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
 @pytest.mark.parametrize("rule", SHARED)
 def test_indices_that_samples_share_are_refused(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"'(table|head)'.*(no samples|of no single sample)"):
         released(private(rule, "ghost"), T)
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
     made = private(rule, "ghost")
     with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
         released(made, T)
@@ -245,7 +247,8 @@ def test_positions_in_disguise_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"no samples|no single sample|by their place"):
         step(use, mode)
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
     with pytest.raises(ValueError, match=r"table.*positions that all samples share"):
         step(use, mode)
 
@@ -271,7 +274,8 @@ def test_the_trail_is_followed_only_as_long_as_it_is_needed(
 ) -> None:
     import opacus.core.record.provenance as provenance
 
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
 
     made, followed = private(padded_positions, "ghost"), []
     original = provenance.SampleRows

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.record import recorder
+from opacus.core.record import whose
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.row_trail import SampleRows
 from opacus.core.rules.spec import make_spec
@@ -237,7 +237,8 @@ def test_rows_broadcast_along_another_dimension_are_refused(use: Any, mode: str)
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 @pytest.mark.parametrize("use", [*COMPUTED_FROM_NO_INPUT, *BROADCAST])
 def test_they_would_be_clipped_by_row(use: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
     monkeypatch.setattr(IndexCheck, "PASSES", 0)
     assert off_by(use, released(use, mode)) > 1e-3
 
@@ -294,7 +295,8 @@ def test_a_repeated_output_must_be_used_row_by_row(
 ) -> None:
     with pytest.raises(ValueError, match=r"'(table|shared)'.*its rows are no samples"):
         released(use, mode)
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
     with pytest.raises(ValueError, match="ran once for all 5 samples"):
         released(use, mode)
     monkeypatch.setattr(RepeatCheck, "received", lambda *args: None)
@@ -328,7 +330,8 @@ def _specs() -> tuple[Any, Any]:
 
 
 def test_nothing_is_followed_once_each_layer_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "can_follow", lambda *args: False)
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
     entered: list[int] = []
     enter = SampleRows.__enter__
     monkeypatch.setattr(SampleRows, "__enter__", lambda self: entered.append(1) or enter(self))

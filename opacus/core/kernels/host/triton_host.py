@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,im
     TensorDescriptor,
 )
 
-from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import describe
 
 TYPES = {
@@ -61,20 +59,3 @@ def own_rows(norms: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     most = norms.shape[1]
     rows = zip(norms.unbind(0), sizes, strict=True)
     return [row if size == most else row[:size] for row, size in rows]
-
-
-def has_specialised(device: torch.device) -> bool:
-    """Whether the warp-specialised kernels of ``hopper`` run on this card, in this Triton."""
-    if device.type != "cuda" or operands.interpreted():
-        return False
-    # Trying them waits for the device, which a graph that is being captured cannot.
-    return not torch.cuda.is_current_stream_capturing() and _has_specialised(device)
-
-
-@functools.cache
-def _has_specialised(device: torch.device) -> bool:
-    try:
-        from opacus.core.kernels.norms import hopper
-    except ImportError:  # a Triton without Gluon
-        return False
-    return hopper.works(device)

@@ -22,7 +22,7 @@ from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
 from opacus.core.kernels.host.operands import Group, Tile
 from opacus.core.kernels.host.triton_host import TYPES, address, number, own_rows
-from opacus.core.kernels.norms import reference
+from opacus.core.kernels.norms.trusted import TRUSTED
 from opacus.core.kernels.norms.width import (
     COLUMNS,
     TILE_HALF,
@@ -195,7 +195,7 @@ def settle_group(group: Group, partial: Tensor) -> list[Tensor]:
 
 def _constants(weights: torch.dtype | None, whole: int, tile: Tile) -> dict[str, object]:
     return {
-        "TRUSTED": reference.TRUSTED,
+        "TRUSTED": TRUSTED,
         "SLOTS": SLOTS,
         "MASK": None if weights is None else TYPES[weights],
         "WHOLE": whole,

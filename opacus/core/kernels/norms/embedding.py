@@ -22,7 +22,7 @@ from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
 from opacus.core.kernels.host.operands import check_dtype, check_mask
 from opacus.core.kernels.norms.direct import SLOTS, judge
-from opacus.core.kernels.norms.reference import TRUSTED
+from opacus.core.kernels.norms.trusted import TRUSTED
 
 SIDE = 32
 K_HALF, K_WIDE = 64, 32

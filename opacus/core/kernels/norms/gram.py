@@ -23,8 +23,9 @@ from torch import Tensor
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
 from opacus.core.kernels.host.operands import Group, Tile, check_mask, check_pair
-from opacus.core.kernels.host.triton_host import TYPES, address, descriptor, has_specialised, number
+from opacus.core.kernels.host.triton_host import TYPES, address, descriptor, number
 from opacus.core.kernels.norms import direct
+from opacus.core.kernels.norms.specialised import has_specialised
 
 # For tensors that the copy engine can read.
 TILES = (
@@ -302,7 +303,7 @@ def tma_norm_sq(
         if weights is None and len(gs) == 1:
             from opacus.core.kernels.norms import hopper
 
-            return [hopper.gram_norm_sq(a, gs[0], tile)]
+            return [direct.settle(a, gs[0], None, hopper.gram_sums(a, gs[0], tile))]
         tile = TILES[0]  # which knows masks and shared inputs
     norms: list[Tensor] = []
     for start in range(0, len(gs), MOST_SHARED):

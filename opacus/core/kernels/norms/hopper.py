@@ -33,7 +33,6 @@ from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-not
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant, describe
 from opacus.core.kernels.host.operands import Tile
-from opacus.core.kernels.norms import direct, reference
 
 logger = logging.getLogger(__name__)
 
@@ -332,8 +331,10 @@ def _gram_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
+def gram_sums(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
     """``||A_i^T G_i||_F^2`` from tiles of both Gram matrices, on and above the diagonal.
+
+    ``direct.settle`` adds the parts up, and computes again what has cancelled.
 
     Args:
         a: ``[B, T, d]``, half precision, as :func:`operands.takes_tma` wants it; not empty.
@@ -341,7 +342,7 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         tile: Variant of the kernel.
 
     Returns:
-        ``[B]`` in fp32, not negative.
+        ``[2, B, pairs]`` in fp32: the sums over pairs of tiles, and those of absolute values.
     """
     batch, tokens, d = a.shape
     tiles = operands.parts(tokens, tile.m)
@@ -358,7 +359,7 @@ def gram_norm_sq(a: Tensor, g: Tensor, tile: Tile = GRAM_TILES[0]) -> Tensor:
         pairs,
         tiles,
     )
-    return direct.settle(a, g, None, partial)
+    return partial
 
 
 @functools.cache
@@ -398,12 +399,13 @@ def works(device: torch.device) -> bool:
     draw = torch.Generator(device).manual_seed(0)
     shapes = ((3, 333, 2056), (3, 333, 2312))
     a, g = (torch.randn(s, generator=draw, device=device).bfloat16() for s in shapes)
-    want = reference.product_norm_sq(a.float(), g.float())
+    want = torch.bmm(a.float().mT, g.float()).square().sum((1, 2))
     try:
         for tile in WIDTH_TILES:
             torch.testing.assert_close(width_norm_sq(a, g, tile), want, rtol=1e-4, atol=0)
         for tile in GRAM_TILES:
-            torch.testing.assert_close(gram_norm_sq(a, g, tile), want, rtol=1e-4, atol=0)
+            norms = gram_sums(a, g, tile)[0].sum(1)
+            torch.testing.assert_close(norms, want, rtol=1e-4, atol=0)
     except Exception as error:  # whatever a compiler of another version raises
         logger.warning(
             "the Gluon kernels are not used with Triton %s: %s", triton.__version__, error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
+from opacus.core.kernels.norms.trusted import TRUSTED
 
 # Largest intermediate result, in elements (256 MB of fp32).
 CHUNK_ELEMENTS = 1 << 26
@@ -25,9 +26,6 @@ GRAM_ROWS = 512
 NORM_PART = 4096
 # Tensors up to this size are copied into one, so that their norms are taken in one call.
 SMALL_ELEMENTS = 1 << 16
-# A norm by Gram matrices is trusted where it is more than this share of the sizes of what was
-# added up. Below it, terms of both signs have cancelled and their rounding errors are left.
-TRUSTED = 2.0**-7
 # Up to so many samples their gradients' norms are computed as separate tensors.
 FEW_SAMPLES = 8
 

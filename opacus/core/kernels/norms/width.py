@@ -26,10 +26,10 @@ from opacus.core.kernels.host.triton_host import (
     TYPES,
     address,
     descriptor,
-    has_specialised,
     number,
     own_rows,
 )
+from opacus.core.kernels.norms.specialised import has_specialised
 
 # For tensors that the copy engine can read. Several, because the best one depends on how
 # many tiles there are; see opacus.core.kernels.norms.choice.

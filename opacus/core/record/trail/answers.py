@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,16 +41,19 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
 
-    def begin(self, inputs: Any, count: int, dim: int) -> bool:
+    def begin(
+        self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
+    ) -> bool | None:
         """A forward pass starts.
 
         Args:
             inputs: Arguments of the model.
             count: Number of units, more than 1.
             dim: Dimension of the inputs with one entry for each unit.
+            can_follow: Whether operations can be followed; asked where nothing is remembered.
 
         Returns:
-            Whether :meth:`units_of` has to be asked about each layer.
+            Whether :meth:`units_of` has to be asked about each layer; ``None`` if it cannot say.
         """
         self.end()
         leaves = tree_leaves(inputs)
@@ -60,6 +63,8 @@ class Follower:
         if known is not None and self._keys[0] not in self._always:
             self._known = self._answers[known]
             return self._known is not None
+        if not can_follow():
+            return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
         self._trail.__enter__()
         return True
@@ -105,7 +110,11 @@ class Follower:
             RuntimeError: The model runs otherwise than it did on inputs of the same structure.
         """
         if self._trail is not None:
-            units = self._trail.layer(spec, inputs, output, batch_dim)
+            try:
+                units = self._trail.layer(spec, inputs, output, batch_dim)
+            except ValueError:
+                self._trail.moved = True  # nothing to be remembered
+                raise
             self._found.setdefault(spec.name, []).append(units)
             return units
         units = self._next(spec)

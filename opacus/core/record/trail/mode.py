@@ -117,7 +117,7 @@ class Trail(TorchDispatchMode):
                 f"{spec}, whose output is of shape {tuple(output.shape)}, gives {rows} rows in a "
                 f"batch of {self.count} samples, and whose they are is not known ({reason}). Let "
                 "the batch be the first dimension of its input (expand position ids to [batch, "
-                "length], say), say whose rows they are (opacus.units), or freeze the layer"
+                "length], say), or freeze the layer"
             )
         self._memory.put(output, Labels(self._in_order(output.dim(), batch_dim), assumed=spec))
         return None

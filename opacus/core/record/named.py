@@ -1,0 +1,149 @@
+"""Units that the user names: users with several rows, documents in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
+
+POSITIONS = "position_ids"
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
+DOCUMENTS = (POSITIONS, *BOUNDARIES)  # numbered anew in each batch
+
+
+@dataclass(frozen=True, eq=False)
+class NamedUnits:
+    """The unit of each row, or of each token, of one batch.
+
+    Attributes:
+        ids: ``[R]`` or ``[R, T]`` int64, 0 to n - 1, -1 for rows or tokens of nobody.
+        count: Number of units n.
+        names: ``[n]``, what the user calls them.
+    """
+
+    ids: Tensor
+    count: int
+    names: Tensor
+
+    def of_layer(
+        self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int
+    ) -> Units:
+        """The units of a layer's output.
+
+        Args:
+            spec: The layer.
+            units: The rows of the batch that its rows are of; ``None`` if row i is row i.
+            output: Of the layer.
+            batch_dim: Its dimension of rows.
+
+        Raises:
+            ValueError: Whose tokens these are is not known; names the layer.
+        """
+        if self.ids.dim() == 1:
+            rows = Units(len(self.ids), dim=batch_dim) if units is None else units
+            return rows.renamed(self.ids, self.count)
+        shape = tuple(output.shape)
+        if shape[:2] == tuple(self.ids.shape):
+            return Units(self.count, ids=self.ids, drops=True)
+        if shape[:1] == (self.ids.numel(),):
+            return Units(self.count, ids=self.ids.reshape(-1), drops=True)
+        raise ValueError(
+            f"{spec} gives {shape}, in a batch whose units are named by token "
+            f"{tuple(self.ids.shape)}, so whose these rows are is not known: its output has to be "
+            "[rows, tokens, ...] or [rows * tokens, ...]. Or freeze it"
+        )
+
+    def sums(self, losses: Tensor, valid: Tensor | None, mean: bool) -> Tensor:
+        """``[n]`` losses of units.
+
+        Args:
+            losses: One for each row or token, in the order of ``ids``; for tokens the last one of
+                each row may be missing, as that of a next token is.
+            valid: Which of them count in a mean, ``None`` for all; of the shape of ``losses``.
+            mean: Whether tokens are averaged over a unit; rows are added up.
+
+        Raises:
+            ValueError: They are not one for each.
+        """
+        ids = self.ids
+        if ids.dim() == 2 and losses.numel() == ids.shape[0] * (ids.shape[1] - 1):
+            same = ids[:, 1:] == ids[:, :-1]
+            ids = ids[:, :-1].masked_fill(~same, -1)  # no unit learns the start of another one
+        if losses.numel() != ids.numel():
+            raise ValueError(
+                f"the criterion returned losses of shape {tuple(losses.shape)} in a batch whose "
+                f"units are named by {tuple(self.ids.shape)}: it has to give one loss for each"
+            )
+        slots = ids.reshape(-1).to(losses.device)
+        slots = slots.where(slots >= 0, self.count)
+        flat = losses.reshape(-1)
+        total = flat.new_zeros(self.count + 1).index_add(0, slots, flat)[: self.count]
+        if not mean or ids.dim() == 1:
+            return total
+        ones = torch.ones_like(flat) if valid is None else valid.reshape(-1).to(flat)
+        sizes = flat.new_zeros(self.count + 1).index_add(0, slots, ones.detach())[: self.count]
+        return total / sizes.clamp(min=1)
+
+
+def take_units(key: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor]:
+    """The arguments of the model without the names of units, and the names.
+
+    Args:
+        key: A keyword, or the key of a batch that is a dictionary. ``position_ids`` and
+            ``cu_seqlens`` say where documents start, and stay arguments of the model.
+
+    Raises:
+        ValueError: There is no such tensor of ``[rows]`` or ``[rows, tokens]`` integers.
+    """
+    batch: Any = kwargs
+    if key not in kwargs and args and isinstance(args[0], Mapping):
+        batch = dict(args[0])
+        args = (batch, *args[1:])
+    value = batch.get(key)
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() not in (1, 2):
+        kind = type(value).__name__ if not isinstance(value, Tensor) else f"{tuple(value.shape)}"
+        raise ValueError(
+            f"privacy_unit={key!r}: the model has to be called with {key}=, a tensor of integers "
+            f"[rows] or [rows, tokens] that says whose each row or token is (-1: nobody's), got "
+            f"{kind} {getattr(value, 'dtype', '')}"
+        )
+    if key in BOUNDARIES:
+        steps = torch.arange(int(value[-1]), device=value.device)
+        return args, kwargs, torch.bucketize(steps, value[1:].long(), right=True)[None]
+    if key == POSITIONS:
+        starts = value == 0
+        starts[..., 0] = True
+        ids = starts.reshape(-1).cumsum(0).sub_(1).view(value.shape)
+        return args, kwargs, ids if ids.dim() == 2 else ids[None]
+    if batch is kwargs:
+        kwargs = {k: v for k, v in kwargs.items() if k != key}
+    else:
+        del batch[key]
+    return args, kwargs, value
+
+
+def named_units(key: str, value: Tensor, inputs: Any) -> NamedUnits:
+    """Units from the names that the user gave.
+
+    Raises:
+        ValueError: They are negative, other than -1, or not those of the rows (and tokens) of the
+            model's inputs.
+    """
+    if bool((value < -1).any()):
+        raise ValueError(f"{key} has negative numbers other than -1, which stands for nobody")
+    fits = [t for t in inputs if isinstance(t, Tensor) and t.shape[: value.dim()] == value.shape]
+    if not fits:
+        shapes = [tuple(t.shape) for t in inputs if isinstance(t, Tensor)]
+        raise ValueError(
+            f"{key} has shape {tuple(value.shape)}, but no input of the model begins with that "
+            f"(rows, or rows and tokens): {shapes}"
+        )
+    names, dense = value[value >= 0].unique(return_inverse=True)
+    ids = torch.full_like(value, -1, dtype=torch.int64).masked_scatter_(value >= 0, dense)
+    return NamedUnits(ids, len(names), names)

@@ -1,0 +1,156 @@
+"""Whose rows the layers of a model have, in the forward pass that runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from opacus.core.record.layers import Layer
+from opacus.core.record.provenance import IndexCheck, RepeatCheck
+from opacus.core.record.tap import Use, differentiable
+from opacus.core.record.trail import Follower, can_follow
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units, only_unit
+
+
+class WhoseRows:
+    """Finds out the units of each use of a layer; refuses layers of whose rows nothing is known.
+
+    Where a forward pass can be followed (see :mod:`opacus.core.record.trail`), what is found there
+    counts. Elsewhere (in compiled models, and where inputs do not tell the number of samples)
+    rows are the units, as far as :class:`IndexCheck` and :class:`RepeatCheck` can see.
+
+    Args:
+        specs: All layers.
+    """
+
+    def __init__(self, specs: Iterable[LayerSpec]) -> None:
+        self.indices = IndexCheck(specs)
+        self.repeats = RepeatCheck()
+        self._follower = Follower()
+        self._follows = False  # whether the follower has to be asked about layers now
+        # Units of layers that ran without gradients, as reentrant checkpoints let them.
+        self._hidden: dict[str, list[Units | str | None]] = {}
+
+    def fresh(self) -> WhoseRows:
+        """One for forward passes on the side."""
+        other = copy.copy(self)
+        other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
+        other._follower, other._follows, other._hidden = Follower(), False, {}
+        return other
+
+    def begin(
+        self, model: nn.Module, inputs: Any, batch: int | None, dim: int, *, recorded: bool
+    ) -> None:
+        """A forward pass starts.
+
+        Args:
+            model: The model.
+            inputs: Its arguments.
+            batch: Number of units, if that is known.
+            dim: Dimension of the inputs with one entry for each unit.
+            recorded: Whether layers are tapped in it.
+        """
+        self._follows, self._hidden = False, {}
+        asks = None
+        if recorded and batch is not None and batch > 1:
+            asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
+        if asks is not None:
+            self._follows = asks
+            self.indices.begin(inputs, None, False)
+        elif dim == 0:
+            self.indices.begin(inputs, batch, recorded, model)
+
+    def end(self, output: Any = None) -> None:
+        """It has ended, with this output; ``None`` if it failed."""
+        self._follows = False
+        self.indices.end()
+        self._follower.end(output)
+
+    def asks(self, use: Use, output: Tensor) -> bool:
+        """Whether :meth:`place` has something to do for an output."""
+        if self._follows or output.shape[0:1] == (1,):
+            return True
+        one = use.forward_pass
+        return bool(self._hidden) or one.batch == 1 or one.named is not None
+
+    def place(
+        self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool
+    ) -> list[Tensor]:
+        """Find out whose the rows of a layer's outputs are; one that all share becomes many.
+
+        Args:
+            use: Of the layer; gets its units.
+            outputs: Of the layer.
+            inputs: Of the layer.
+            recomputed: Whether a checkpoint runs it again.
+        """
+        named, spec = use.forward_pass.named, use.spec
+        if named is not None and named.ids.dim() == 2:  # by token: shapes alone say which is which
+            use.units = named.of_layer(spec, None, outputs[0], use.batch_dim)
+            return outputs
+        follower = self._follower if self._follows and not recomputed else None
+        first = outputs[0]
+        if follower is None or first.shape[:1] != (1,) or not follower.knows(spec, first):
+            outputs = [self._spread(use, output, inputs) for output in outputs]
+        if follower is not None:
+            use.units = follower.units_of(spec, inputs, outputs[0], use.batch_dim)
+        elif recomputed:
+            use.units = self._units_before(spec)
+        elif use.forward_pass.batch == 1 and outputs[0].dim():
+            use.units = only_unit(outputs[0].shape, use.batch_dim)
+        if named is not None:
+            use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
+        return outputs
+
+    def _spread(self, use: Use, output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Give each sample its own copy of an output computed once for all of them.
+
+        A table indexed by positions of shape ``[1, T]`` is added to every sample by
+        broadcasting, which would sum the samples' gradients before the tap.
+        """
+        batch = use.forward_pass.batch
+        if batch is None or batch == 1 or output.dim() < 2 or output.shape[0] != 1:
+            return output
+        if use.batch_dim == 1 or any(t.dim() and t.shape[0] != 1 for t in inputs):
+            return output
+        use.repeated = True
+        self.repeats.repeated(use.spec)
+        return output.expand(batch, *output.shape[1:])
+
+    def note_hidden(self, layer: Layer, output: Any, batch_dim: int) -> None:
+        """A layer ran without gradients: a reentrant checkpoint may run it again."""
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        spec = layer.trainable_now()
+        if not self._follows or first is None or not spec.params:
+            return
+        try:
+            units: Units | str | None = self._follower.units_of(spec, [], first, batch_dim)
+        except ValueError as error:  # if nothing computes it again, no matter
+            units = str(error)
+        self._hidden.setdefault(spec.name, []).append(units)
+
+    def _units_before(self, spec: LayerSpec) -> Units | None:
+        """The units of a layer that is computed again, in a pass that was hidden.
+
+        Raises:
+            ValueError: They were not known then.
+            RuntimeError: They differ between the uses of the layer, so that it is not known which.
+        """
+        found = self._hidden.get(spec.name, [])
+        unknown = next((units for units in found if isinstance(units, str)), None)
+        if unknown is not None:
+            raise ValueError(unknown)
+        if len(found) > 1 and any(units is not None for units in found):
+            raise RuntimeError(
+                f"{spec} is used several times in reentrant checkpoints, on rows that are not the "
+                "samples, so whose they are is not known: use checkpoint(..., use_reentrant=False)"
+            )
+        return found[0] if found else None  # type: ignore[return-value]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_follows": False, "_hidden": {}}

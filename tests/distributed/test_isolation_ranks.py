@@ -1,0 +1,110 @@
+"""Ranks check together whether samples depend on each other, and refuse together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import IsolationError, PrivacyEngine
+from opacus.core.isolation.probe import Probe
+from tests.distributed_utils import progress, run_distributed
+
+MODES = ("ghost_fsdp", "ghost_fsdp_bk")
+# Samples of each rank; of one sample alone there is nothing to compare on a rank.
+SIZES = ((4, 4), (5, 0), (1, 3), (0, 0))
+
+
+class Net(nn.Module):
+    """Blocks that are units of their own, dropout, a checkpoint; mixes samples if told to."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes = mixes
+        self.a, self.b, self.h = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.a(x).tanh())
+        x = checkpoint(self.b, x, use_reentrant=False)
+        if self.mixes and len(x):
+            x = x / (1 + x.detach().norm().item())  # a number, which is followed by nobody
+        return self.h(x)
+
+
+def train(rank: int, mode: str, sizes: tuple[int, int], mixes: bool, steps: int = 2) -> Any:
+    torch.manual_seed(0)
+    model = Net(mixes)
+    for block in (model.a, model.b):
+        fully_shard(block)
+    fully_shard(model)
+    made: list[int] = []
+    run = Probe.run
+    Probe.run = lambda *args: (made.append(1), run(*args))[1]  # type: ignore[method-assign,assignment]
+    private, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=0.1,
+        data_loader=DataLoader(TensorDataset(torch.arange(32)), batch_size=8),
+        poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    try:
+        for number in range(steps):
+            torch.manual_seed(10 * rank + number)
+            x = torch.randn(sizes[rank], 6) * (1 + torch.arange(sizes[rank]))[:, None]
+            optimizer.zero_grad()
+            criterion(private(x), torch.arange(sizes[rank]) % 3).backward()
+            optimizer.step()
+    except (IsolationError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Probe.run = run  # type: ignore[method-assign]
+    weights = [p.full_tensor().detach().clone() for p in model.parameters()]
+    return len(made), weights
+
+
+def trains(rank: int, world_size: int, mixes: bool) -> list[Any]:
+    results = []
+    for mode in MODES:
+        for sizes in SIZES:
+            progress((mode, sizes))
+            results.append(train(rank, mode, sizes, mixes))
+    return results
+
+
+def test_usual_models_train_whatever_ranks_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = run_distributed(trains, 2, False)
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    unchecked = run_distributed(trains, 2, False)
+    for rank in range(2):
+        for (made, weights), (none, expected) in zip(checked[rank], unchecked[rank], strict=True):
+            assert none == 0
+            assert made == 1  # at the first step, on every rank
+            for a, b in zip(weights, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def refusals(rank: int, world_size: int) -> list[Any]:
+    results = []
+    for mode in MODES:
+        for sizes in SIZES[:3]:
+            progress((mode, sizes))
+            results.append(train(rank, mode, sizes, mixes=True))
+    return results
+
+
+def test_all_ranks_refuse_what_one_of_them_finds() -> None:
+    """A rank of one sample, or of none, finds nothing itself."""
+    results = run_distributed(refusals, 2)
+    for case, (one, two) in enumerate(zip(*results, strict=True)):
+        for result in (one, two):
+            assert isinstance(result, str), "samples that depend on each other were released"
+            assert result.startswith("IsolationError")
+        assert "the gradient of sample" in one + two
+        if case % 3 == 1:
+            assert "another rank found" in two

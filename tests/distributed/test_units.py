@@ -1,0 +1,73 @@
+"""Units that are not rows, under FSDP2 on two ranks: the sum is that of one process, unit by unit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.distributed_utils import run_distributed
+from tests.engine.test_units import (
+    Net,
+    assert_right,
+    clipped_sum,
+    flattened,
+    inputs,
+    joined,
+    private,
+    routed,
+    time_major,
+)
+
+USES = [time_major, routed, joined]
+PARTS = ([0, 1, 2], [3, 4])
+USERS = torch.tensor([7, 3, 7, 9, 9])
+OF_USERS = [torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([3, 4])]
+
+
+def whole(made: Any) -> list[Tensor]:
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in made]
+
+
+def sums_of_rank(rank: int, _: int, mode: str, named: bool) -> list[list[Tensor]]:
+    results = []
+    for use in USES:
+        kw = {"privacy_unit": "users"} if named else {}
+        made = private(FSDP2Wrapper(Net(use)), mode, 3 if named else 5, **kw)
+        for seed in (0, 1):
+            x, y = (t[PARTS[rank]] for t in inputs(seed))
+            made[1].zero_grad()
+            more = {"users": USERS[PARTS[rank]]} if named else {}
+            made[2](made[0](x, **more), y).backward()
+            made[1].step()
+        results.append(whole(made[1].params))
+    return results
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
+def test_two_ranks_give_the_sum_of_all_units(mode: str, named: bool) -> None:
+    members = OF_USERS if named else list(torch.arange(5)[:, None])
+    wanted = [clipped_sum(copy.deepcopy(Net(use)), *inputs(1), members) for use in USES]
+    for rank in run_distributed(sums_of_rank, 2, mode, named):
+        for got, want in zip(rank, wanted, strict=True):
+            assert_right(got, want)
+
+
+def split_user(rank: int, _: int) -> str:
+    made = private(FSDP2Wrapper(Net(flattened)), "ghost_fsdp", 3, privacy_unit="users")
+    x, y = (t[PARTS[rank]] for t in inputs())
+    try:
+        made[2](made[0](x, users=torch.tensor([0, 1, 2, 0, 3])[PARTS[rank]]), y).backward()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_unit_on_two_ranks_is_refused() -> None:
+    for message in run_distributed(split_user, 2):
+        assert "several ranks have rows of the units [0]" in message
