@@ -19,6 +19,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from opacus.integrations.transformers import DPArguments, DPDPOTrainer, DPSFTTrainer  # noqa: E402
+from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -224,6 +225,20 @@ def test_dpo_with_adapters(tmp_path: Path) -> None:
     assert 7 < trainer.get_epsilon() <= 8
     moved = {n for n, w in weights(trainer.model).items() if not torch.equal(w, trainer.start[n])}
     assert moved and all("lora_" in n for n in moved)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_dpo_without_pairs_in_a_step(tmp_path: Path, mode: str) -> None:
+    class Empty(DPDPOTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            return super().training_step(model, LogicalBatch([], []), *args)
+
+    privacy = DPArguments(noise_multiplier=0.0, grad_sample_mode=mode)
+    trainer = run(
+        Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama()
+    )
+    assert differ(weights(trainer.model), trainer.start) == 0.0
+    assert len(trainer.privacy_engine.accountant) == 2
 
 
 def test_losses_of_dpo_that_join_pairs_are_refused(tmp_path: Path) -> None:

@@ -138,5 +138,5 @@ def completion_logps(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     logits = logits[:, :, -ids.shape[2] :][:, :, :-1].float()
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), ids[:, :, 1:].reshape(-1), reduction="none"
-    ).view(*ids.shape[:2], -1)
+    ).view(*ids.shape[:2], ids.shape[2] - 1)
     return -(losses * mask[:, :, 1:]).sum(-1)
