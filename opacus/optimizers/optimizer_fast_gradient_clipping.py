@@ -7,6 +7,7 @@ import math
 from torch import Tensor, nn
 
 from opacus.core.privacy.processed import is_processed, was_processed
+from opacus.core.sums.seen import REPLAY_ADVICE
 from opacus.core.sums.sum_watch import SumWatch
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
@@ -37,7 +38,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._overwrites_sums = True
 
     def note_clipped_batch(
-        self, loss_scale: float | None = None, excluded: bool = False, samples: int = 0
+        self,
+        loss_scale: float | None = None,
+        excluded: bool = False,
+        samples: int = 0,
+        doubt: Tensor | None = None,
     ) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 
@@ -45,6 +50,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
                 ``None`` without one.
             samples: Number of samples in it.
+            doubt: On the device, whether the sum is not of what was measured: then the step comes
+                to nothing, and the next one is refused.
             excluded: Whether samples with infinite or NaN gradients were left out.
 
         Raises:
@@ -62,6 +69,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
         self._watch.note(self.params)
+        self._watch.doubt(doubt)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -112,10 +120,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         if not self.clipped_batches:  # the next backward() drops what a step has used
             parameters = [p for p in parameters if p.grad is None or not was_processed(p.grad)]
         changed = self._watch.changed(parameters, divided_by)
-        if changed or self._watch.changed_before():
-            names = self._named(changed) if changed else "the step before (which released nothing)"
+        if self._watch.changed_before():
             raise RuntimeError(
-                f"the gradients of {names} were changed or added between backward() "
+                "the step before released nothing: its clipped sums were changed between backward "
+                "and step(), or its backward pass computed something else when it was run again "
+                f"for the sum. {REPLAY_ADVICE}"
+            )
+        if changed:
+            raise RuntimeError(
+                f"the gradients of {self._named(changed)} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "

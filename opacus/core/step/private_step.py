@@ -36,6 +36,10 @@ class Model(Protocol):
     def per_sample_gradient_norms(self) -> Tensor:
         """``[B]`` norms of the latest norm pass."""
 
+    @property
+    def doubt(self) -> Tensor | None:
+        """On a GPU: whether the latest sum is not of what was measured."""
+
     def start_sum(self) -> None:
         """No sample is in the parameters' gradients yet."""
 
@@ -63,7 +67,9 @@ class Optimizer(Protocol):
     def check_unchanged(self) -> None:
         """Refuse gradients that are not the clipped sums which were left."""
 
-    def note_clipped_batch(self, loss_scale: float | None, excluded: bool, samples: int) -> None:
+    def note_clipped_batch(
+        self, loss_scale: float | None, excluded: bool, samples: int, doubt: Tensor | None
+    ) -> None:
         """One more clipped batch is in the parameters' gradients."""
 
     def check_world(self) -> None:
@@ -136,7 +142,7 @@ def clip_batch(
     clipped = model.clip()
     model.sum_pass(losses, clipped, retain_graph)
     excluded = loss_scale is not None and bool(_excluded(clipped).any())
-    optimizer.note_clipped_batch(loss_scale, excluded, len(losses))
+    optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt)
     return clipped
 
 
