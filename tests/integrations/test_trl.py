@@ -234,9 +234,7 @@ def test_dpo_without_pairs_in_a_step(tmp_path: Path, mode: str) -> None:
             return super().training_step(model, LogicalBatch([], []), *args)
 
     privacy = DPArguments(noise_multiplier=0.0, grad_sample_mode=mode)
-    trainer = run(
-        Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama()
-    )
+    trainer = run(Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama())
     assert differ(weights(trainer.model), trainer.start) == 0.0
     assert len(trainer.privacy_engine.accountant) == 2
 

@@ -5,8 +5,8 @@
 
 ``clip_batch`` is the ``backward()`` of the criterion in ghost modes, once for each physical batch.
 In ``hooks`` and its like ``backward()`` leaves per-sample gradients, and
-:meth:`Optimizer.take_batch` does the rest of that line. ``release`` is everything in ``optimizer.step()`` before the wrapped
-optimizer's own step, for each logical batch.
+:meth:`Optimizer.take_batch` does the rest of that line. ``release`` is everything in
+``optimizer.step()`` before the wrapped optimizer's own step, for each logical batch.
 
 =====================  =========================================================================
 what                   where
