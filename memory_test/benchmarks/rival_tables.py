@@ -110,7 +110,7 @@ def _matches_table(found: list[Match]) -> str:
 
 
 def targets() -> str:
-    """Time of single backward passes in that of the non-private step, call by call."""
+    """Single backward passes as multiples of the non-private step, call by call."""
     cells = [cell for cell in measured.all_cells() if _has_target(cell)]
     names = {_file(cell) for cell in cells if cell.private}
     files = [*(name for name in CALLS if name in names), *sorted(names - set(CALLS))]

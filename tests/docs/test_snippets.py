@@ -18,7 +18,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = ["quickstart.md", "zh/quickstart.md", "modes.md", "index.md", "../README.md"]
-OTHERS = ["huggingface.md"]  # other people's tools, which warn of other people's changes
+OTHERS = [
+    "huggingface.md",
+    "accelerate.md",
+    "lightning.md",
+]  # other people's tools, which warn of other people's changes
 ON_RANKS = ["quickstart.md", "zh/quickstart.md", "fsdp.md", "../README.md", "huggingface.md"]
 # How a script says that it is for several processes.
 STARTS_RANKS = ("init_process_group", "fsdp=True")
