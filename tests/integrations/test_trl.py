@@ -72,7 +72,9 @@ def preferences(count: int = 12) -> Any:
 
 def run(cls: Any, folder: Path, data: Any, kind: str, **changes: Any) -> Any:
     more = {"gradient_checkpointing": False, "max_grad_norm": 0, **changes}
-    init = {k: more.pop(k) for k in ("privacy", "ref_model", "peft_config", "eval_dataset") if k in more}
+    init = {
+        k: more.pop(k) for k in ("privacy", "ref_model", "peft_config", "eval_dataset") if k in more
+    }
     trainer = cls(
         model=llama(), args=arguments(folder, kind, **more), train_dataset=data,
         processing_class=tokenizer(), **init,
@@ -85,7 +87,9 @@ def run(cls: Any, folder: Path, data: Any, kind: str, **changes: Any) -> Any:
 def watched(cls: Any) -> Any:
     class Watched(cls):
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
-            self.__dict__.setdefault("seen", []).append((copy.deepcopy(inputs), weights(self.model)))
+            self.__dict__.setdefault("seen", []).append(
+                (copy.deepcopy(inputs), weights(self.model))
+            )
             return super().training_step(model, inputs, *args)
 
     return Watched
@@ -105,7 +109,9 @@ def test_sft_without_noise_is_the_plain_one(tmp_path: Path, checkpointing: bool)
     assert sum("eval_loss" in h for h in ours.state.log_history) == 3
 
 
-@pytest.mark.parametrize("data", [texts(14, (3, 8, 5)), completions(14)], ids=["text", "completion"])
+@pytest.mark.parametrize(
+    "data", [texts(14, (3, 8, 5)), completions(14)], ids=["text", "completion"]
+)
 def test_sft_clipped_sums(tmp_path: Path, data: Any) -> None:
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3)
     trainer = run(
@@ -228,9 +234,7 @@ def test_dpo_without_pairs_in_a_step(tmp_path: Path, mode: str) -> None:
             return super().training_step(model, LogicalBatch([], []), *args)
 
     privacy = DPArguments(noise_multiplier=0.0, grad_sample_mode=mode)
-    trainer = run(
-        Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama()
-    )
+    trainer = run(Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama())
     assert differ(weights(trainer.model), trainer.start) == 0.0
     assert len(trainer.privacy_engine.accountant) == 2
 
