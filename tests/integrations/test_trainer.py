@@ -280,3 +280,17 @@ def test_evaluation_and_schedule(tmp_path: Path) -> None:
         assert len(want) == 3 and want == pytest.approx(got, abs=1e-5), name
     assert differ(weights(plain.model), weights(ours.model)) < 1e-6
     assert not ours.model._forward_hooks and not ours.model._forward_pre_hooks
+
+
+def test_workers_columns_and_counts(tmp_path: Path) -> None:
+    """A data set with a column that the model does not know, two workers, tokens counted."""
+    datasets = pytest.importorskip("datasets")
+    texts = Texts(12, (3, 6))
+    rows = [{**texts[i], "title": f"text {i}"} for i in range(len(texts))]
+    more = {**FIXED, "include_num_input_tokens_seen": "non_padding", "dataloader_num_workers": 2}
+    data = datasets.Dataset.from_list(rows)
+    trainer = trained(DPTrainer, llama(), tmp_path, data, DPArguments(**HUGE), **more, **SPLIT)
+    assert trainer.state.num_input_tokens_seen == sum(len(row["input_ids"]) for row in rows)
+    assert trainer.state.total_flos > 0
+    same = trained(DPTrainer, llama(), tmp_path, texts, DPArguments(**HUGE), **FIXED)
+    assert differ(weights(trainer.model), weights(same.model)) < 1e-6

@@ -47,7 +47,7 @@ class KillAt(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_killed_and_resumed(tmp_path: Path, optim: str) -> None:
+def test_killed_and_resumed(tmp_path: Path, optim: str, caplog: pytest.LogCaptureFixture) -> None:
     more = {"optim": optim, "lr_scheduler_type": "linear", "learning_rate": 0.01}
     whole = trainer_of(tmp_path / "whole", **more)
     whole.train()
@@ -65,6 +65,7 @@ def test_killed_and_resumed(tmp_path: Path, optim: str) -> None:
         [h["learning_rate"] for h in t.state.log_history if "loss" in h] for t in (whole, resumed)
     ]
     assert rates[0] == pytest.approx(rates[1])
+    assert "has not been iterated" not in caplog.text  # the private loader is, when resuming too
 
 
 def test_a_resumed_step_has_other_noise(tmp_path: Path) -> None:

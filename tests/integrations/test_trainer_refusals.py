@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
 from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
+from opacus.integrations.transformers.placement import refuse_plugin  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -139,3 +141,18 @@ def test_padding_on_the_left() -> None:
 def test_chunks_are_of_nearly_equal_size() -> None:
     batch = ChunkedCollate(collate, 4)([Texts()[i] for i in range(9)])
     assert batch.sizes == [3, 3, 3] and [len(c["input_ids"]) for c in batch.chunks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version=1"),
+        ({"cpu_offload": True}, "cpu_offload"),
+        ({"activation_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"cpu_ram_efficient_loading": True}, "first process alone"),
+    ],
+)
+def test_settings_of_fsdp(setting: dict[str, Any], words: str) -> None:
+    refuse_plugin(SimpleNamespace(fsdp_version=2))
+    with pytest.raises(ValueError, match=words):
+        refuse_plugin(SimpleNamespace(**setting))
