@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.platform.torch_internals import accumulates
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.named import DOCUMENTS, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
+from opacus.core.record.tap import ANCHOR
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.mixing import MixingCheck, mixes_samples
@@ -347,8 +349,12 @@ class GradSampleHooks(AbstractGradSampleHooks):
     def _on_record(self, record: Record) -> None:
         if not self._detach:  # what autograd forms reaches the hooks of parameters
             owners, held = record.layer.owners, record.layer.module._parameters
-            own = [(owners[name], held[name]) for name in record.spec.params]
-            refuse_hooks([(name, p) for name, p in own if p is not None])
+            own = [
+                (owners[name], p) for name in record.spec.params if (p := held[name]) is not None
+            ]
+            refuse_hooks(own)
+            if not (accumulates(ANCHOR) or any(accumulates(p) for _, p in own)):
+                return  # other gradients than the parameters', by torch.autograd.grad
         self.capture_backprops_hook(
             record.layer.module,
             record,
