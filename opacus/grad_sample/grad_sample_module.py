@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -15,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.platform.torch_internals import accumulates
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.named import DOCUMENTS, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
+from opacus.core.record.tap import ANCHOR
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.mixing import MixingCheck, mixes_samples
@@ -28,6 +31,8 @@ from opacus.core.sums.materialise import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+
+logger = logging.getLogger(__name__)
 
 
 def create_or_accumulate_grad_sample(
@@ -86,6 +91,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
     auto_choice: Choice | None = None
     # Argument of the model that says whose each row is; ``None``: row i is sample i.
     privacy_unit: str | None = None
+    # Names of the parameters that the optimizer holds; ``None``: all that are trainable.
+    _held: frozenset[str] | None = None
 
     def __init__(
         self,
@@ -146,7 +153,15 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._sharding_is_known = self._is_sharded()
         self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
-        self.isolation = self._make_isolation()
+        known = self.__dict__.get("isolation")  # of the optimizer, too
+        if known is None:
+            self.isolation = self._make_isolation()
+        else:
+            known.attach(self._recorder)
+        covered = {owner for layer in self._recorder.layers for owner in layer.owners.values()}
+        named = self._module.named_parameters()
+        self._untapped = [(name, p) for name, p in named if name not in covered]
+        self._mark_unheld()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
@@ -155,6 +170,83 @@ class GradSampleHooks(AbstractGradSampleHooks):
         if self.hooks_enabled:
             self._mixing.check()
         self._refuse_late_sharding()
+        if any(p.requires_grad for _, p in self._untapped):
+            self._refuse_unfrozen(
+                "call the wrapper that make_private returned, not the model in it"
+            )
+
+    # --- which parameters ---
+
+    def hold_only(self, parameters: Iterable[Tensor]) -> None:
+        """Record these parameters alone; the others count as frozen.
+
+        They are in no norm, are not clipped, and (in ghost modes) get no gradient.
+
+        Args:
+            parameters: Those that the optimizer holds, frozen ones too.
+        """
+        held = {id(p) for p in parameters}
+        self._held = frozenset(n for n, p in self._module.named_parameters() if id(p) in held)
+        self._mark_unheld()
+
+    def _mark_unheld(self) -> None:
+        if self._held is None:
+            return
+        left: list[str] = []
+        for layer in self._recorder.layers:
+            own = {local: name for local, name in layer.owners.items() if name not in self._held}
+            layer.unheld = frozenset(own)
+            left += own.values()
+        if left:
+            logger.warning(
+                "The optimizer does not hold %d trainable parameters (%s, ...). They are not "
+                "trained, so they count as frozen: they are not recorded or clipped, and are in no "
+                "norm. Freeze them (requires_grad_(False)) to say so, and let no other optimizer "
+                "use their gradients, which get no noise.",
+                len(left),
+                ", ".join(left[:5]),
+            )
+
+    def _follow_unfreezing(self) -> None:
+        """Tap layers whose parameters were made trainable since hooks were added.
+
+        Raises:
+            RuntimeError: The optimizer does not hold them, or it cannot be done; names them.
+        """
+        new = [(name, p) for name, p in self._untapped if p.requires_grad]
+        if not new:
+            return
+        if self._held is not None and not self._held.issuperset(name for name, _ in new):
+            self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
+        if self._is_sharded():
+            self._refuse_unfrozen("FSDP2 has set up its gradients without them")
+        accumulation, strategy, enabled = (
+            self.grad_accumulation_allowed,
+            self._strategy,
+            self.hooks_enabled,
+        )
+        self.remove_hooks()
+        self.add_hooks(
+            loss_reduction=self.loss_reduction,
+            batch_first=self.batch_first,
+            force_functorch=self.force_functorch,
+        )
+        self._strategy.go_on_from(strategy)
+        if not accumulation:
+            self.forbid_grad_accumulation()
+        if not enabled:
+            self.disable_hooks()
+        for _, parameter in new:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def _refuse_unfrozen(self, advice: str) -> None:
+        names = [name for name, p in self._untapped if p.requires_grad]
+        raise RuntimeError(
+            f"parameters {names[:5]} were made trainable after make_private, and nothing would "
+            f"clip them: {advice}, or freeze them, or make them trainable before make_private"
+        )
+
+    # --- late changes ---
 
     def _refuse_late_sharding(self) -> None:
         """In the first forward: raise if the parameters have been replaced by sharded ones."""
@@ -257,8 +349,12 @@ class GradSampleHooks(AbstractGradSampleHooks):
     def _on_record(self, record: Record) -> None:
         if not self._detach:  # what autograd forms reaches the hooks of parameters
             owners, held = record.layer.owners, record.layer.module._parameters
-            own = [(owners[name], held[name]) for name in record.spec.params]
-            refuse_hooks([(name, p) for name, p in own if p is not None])
+            own = [
+                (owners[name], p) for name in record.spec.params if (p := held[name]) is not None
+            ]
+            refuse_hooks(own)
+            if not (accumulates(ANCHOR) or any(accumulates(p) for _, p in own)):
+                return  # other gradients than the parameters', by torch.autograd.grad
         self.capture_backprops_hook(
             record.layer.module,
             record,

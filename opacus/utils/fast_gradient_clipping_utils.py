@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from opacus.core.step.loss_scale import SCALING, calling_scaler
-from opacus.core.step.losses import per_sample_losses
+from opacus.core.step.losses import MEANS, as_reduced, is_ctc, per_sample_losses
 from opacus.core.step.private_step import clip_batch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -294,6 +294,8 @@ class DPLossFastGradientClipping:
             "optimizer.loss_reduction": optimizer.loss_reduction,
             "criterion.reduction": getattr(criterion, "reduction", loss_reduction),
         }
+        if reductions["criterion.reduction"] in MEANS:
+            reductions["criterion.reduction"] = "mean"
         if loss_reduction not in ("mean", "sum") or len(set(reductions.values())) > 1:
             raise ValueError(
                 "loss_reduction must be 'mean' or 'sum' and the same in the module, the "
@@ -335,8 +337,8 @@ class DPLossFastGradientClipping:
             )
         if shape is None:
             self._refuse_joined(losses)
+        rows = self._rows(losses, args, kwargs)
         losses = self._per_sample(losses, args, kwargs, self._samples(shape))
-        rows = _rows(args, kwargs)
         self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
@@ -360,7 +362,7 @@ class DPLossFastGradientClipping:
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         return per_sample_losses(
             losses,
-            rows=_rows(args, kwargs),
+            rows=self._rows(losses, args, kwargs),
             samples=samples,
             targets=targets,
             ignore_index=getattr(self.criterion, "ignore_index", None),
@@ -390,7 +392,15 @@ class DPLossFastGradientClipping:
         self.module._recorder.samples_are_told()
         return int(shape[0])
 
+    def _rows(self, losses: Any, args: Any, kwargs: Any) -> int | None:
+        ctc = is_ctc(self.criterion) and isinstance(losses, Tensor) and losses.dim() > 0
+        return len(losses) if ctc else _rows(args, kwargs)
+
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
+        losses = self._called(args, kwargs)
+        return as_reduced(self.criterion, losses, args, kwargs, self.loss_reduction)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         if not hasattr(self.criterion, "reduction"):
             if _takes_reduction(self.criterion):
                 kwargs = {**kwargs, "reduction": "none"}

@@ -378,17 +378,26 @@ class Recorder:
         *,
         borrowed: bool = False,
     ) -> None:
-        """Build the record of one use and hand it to the sink."""
+        """Build the record of one use and hand it to the sink.
+
+        Raises:
+            RuntimeError: The gradient is to be differentiated again, in which parameters take
+                part past the taps.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a gradient through {use.spec} is taken with create_graph=True, of the private "
+                "model in train mode. What a second backward pass (of a gradient penalty, say) "
+                "asks of the parameters cannot be clipped here. Use grad_sample_mode='no_op' and "
+                "form per-sample gradients by torch.func (vmap of grad), or call disable_hooks() "
+                "or eval() before the forward pass if parameters do not learn from it"
+            )
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
         if len(generation.calls) > 1:
             self._join(use.forward_pass)
-        if not torch.is_grad_enabled():
-            self.sink(self._record(use, tensors, grads, borrowed))
-            return
-        with torch.no_grad():  # create_graph=True
-            self.sink(self._record(use, tensors, grads, borrowed))
+        self.sink(self._record(use, tensors, grads, borrowed))
 
     def _join(self, forward_pass: ForwardPass) -> None:
         if forward_pass.generation.join(forward_pass) < 2 or self._warned_of_joining:

@@ -86,6 +86,11 @@ class Ghost:
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
 
+    def go_on_from(self, other: Ghost) -> None:
+        """Take the place of another one, of the same model with fewer layers."""
+        self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
+        self._summed = other._summed
+
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
         if self.phase is Phase.NORMS:
