@@ -9,6 +9,7 @@ import numpy as np
 
 from opacus.accountants.accountant import IAccountant, reject_unknown_arguments
 from opacus.accountants.analysis import rdp as analysis
+from opacus.accountants.analysis.rdp_orders import best_order
 from opacus.accountants.history import check_delta, merge
 
 
@@ -17,7 +18,8 @@ class RDPAccountant(IAccountant):
 
     Every value is a proven upper bound for Poisson-sampled Gaussian steps, whatever their number
     and however their noise changes (arXiv 1908.10530). It is fast, and looser than
-    `PRVAccountant`, most of all for few steps.
+    `PRVAccountant`, most of all for few steps. Where the best of `DEFAULT_ALPHAS` is the first or
+    the last, orders beyond them are searched too.
     """
 
     DEFAULT_ALPHAS: ClassVar[list[float]] = list(analysis.DEFAULT_ORDERS)
@@ -29,7 +31,8 @@ class RDPAccountant(IAccountant):
 
         Args:
             delta: strictly between 0 and 1.
-            alphas: Renyi orders to try, each above 1; `DEFAULT_ALPHAS` if None.
+            alphas: Renyi orders to try, each above 1; if None, `DEFAULT_ALPHAS`, and those beyond
+                them where they give less.
 
         Returns:
             (epsilon, order); (0, 0) if nothing that leaks was recorded.
@@ -38,7 +41,9 @@ class RDPAccountant(IAccountant):
         counts = merge(self.history)
         if not counts:
             return 0.0, 0.0
-        orders = np.atleast_1d(self.DEFAULT_ALPHAS if alphas is None else alphas).astype(float)
+        if alphas is None:
+            return best_order(counts, delta)
+        orders = np.atleast_1d(alphas).astype(float)
         total = analysis.total_rdp(counts, orders)
         return analysis.get_privacy_spent(orders=orders, rdp=total, delta=delta)
 
@@ -49,7 +54,8 @@ class RDPAccountant(IAccountant):
 
         Args:
             delta: strictly between 0 and 1.
-            alphas: Renyi orders to try, each above 1; `DEFAULT_ALPHAS` if None.
+            alphas: Renyi orders to try, each above 1; if None, `DEFAULT_ALPHAS`, and those beyond
+                them where they give less.
             **kwargs: none is known; any raises TypeError.
         """
         reject_unknown_arguments("RDPAccountant.get_epsilon", kwargs)

@@ -38,6 +38,9 @@ _REACH = 14.0
 _NODES_PER_UNIT = 2.5
 # Where P / Q bends is far from both peaks if s is small, so finer steps than 0.05 s buy nothing.
 _FINEST = 0.05
+# The log of a moment is at least 0 and rounds by a few units of the last place of 1; over ten
+# million steps that adds 1e-8 to epsilon, which is counted.
+_ROUNDING = 16 * np.finfo(np.float64).eps
 # 1 / s^2 overflows below; there is no privacy there anyway.
 _NO_NOISE = 1e-100
 
@@ -93,7 +96,7 @@ def _rdp_of_one_step(q: float, sigma: float, orders: tuple[float, ...]) -> np.nd
         rdp[finite] = alphas[finite] / (2.0 * sigma**2)
     elif sigma >= _NO_NOISE and finite.any():
         log_moment = _log_moment(q, sigma, alphas[finite])
-        rdp[finite] = np.maximum(log_moment, 0.0) / (alphas[finite] - 1.0)
+        rdp[finite] = (np.maximum(log_moment, 0.0) + _ROUNDING) / (alphas[finite] - 1.0)
     rdp.flags.writeable = False
     return rdp
 
