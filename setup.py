@@ -11,13 +11,13 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "opacus/version.py").read_t
 EXTRAS = {
     "flash": ["triton; sys_platform == 'linux'", "flash-attn; sys_platform == 'linux'"],
     "hf": ["transformers>=4.50", "tokenizers"],
+    "pld": ["dp-accounting>=0.6"],
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
     "examples": ["babel", "scikit-learn"],
 }
 EXTRAS["dev"] = [
     "accelerate",
-    "dp-accounting>=0.6",
     "furo",
     "hypothesis",
     "mypy",
@@ -29,6 +29,7 @@ EXTRAS["dev"] = [
     "ruff",
     "sphinx",
     *EXTRAS["hf"],
+    *EXTRAS["pld"],
     *EXTRAS["profile"],
     *EXTRAS["lightning"],
     *EXTRAS["examples"],

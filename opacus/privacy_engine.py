@@ -50,7 +50,7 @@ class PrivacyEngine:
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
-        accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+        accountant: How privacy loss is counted: ``"prv"``, ``"pld"``, ``"rdp"`` or ``"gdp"``.
         secure_mode: Draw sampling and noise from the operating system's entropy. Slow;
             for the final model.
 

@@ -2,6 +2,7 @@
 
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.gdp import GaussianAccountant
+from opacus.accountants.pld import PLDAccountant
 from opacus.accountants.prv import PRVAccountant
 from opacus.accountants.rdp import RDPAccountant
 from opacus.accountants.registry import create_accountant, register_accountant
@@ -9,6 +10,7 @@ from opacus.accountants.registry import create_accountant, register_accountant
 __all__ = [
     "GaussianAccountant",
     "IAccountant",
+    "PLDAccountant",
     "PRVAccountant",
     "RDPAccountant",
     "create_accountant",

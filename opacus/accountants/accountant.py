@@ -5,15 +5,19 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from opacus.accountants.history import (
     Entry,
     check_entry,
     check_noise_multiplier,
     check_sample_rate,
+    make_entry,
     rate_of_step,
+    read_entry,
+    refuse_sampling,
 )
+from opacus.accountants.sampling import Sampling
 
 
 def reject_unknown_arguments(where: str, unknown: Mapping[str, Any]) -> None:
@@ -32,27 +36,40 @@ class IAccountant(abc.ABC):
     Attributes:
         history: list of ``(noise_multiplier, sample_rate, steps)``; see
             `opacus.accountants.history`.
+        counts_every_sampling: whether `get_epsilon` counts other sampling than plain Poisson.
     """
+
+    counts_every_sampling: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.history: list[Entry] = []
 
-    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+    def step(
+        self, *, noise_multiplier: float, sample_rate: float, sampling: Sampling | None = None
+    ) -> None:
         """Records one optimizer step.
 
         Args:
             noise_multiplier: standard deviation of the noise divided by the sensitivity of the
                 sum that it was added to; at least 0, where 0 means no privacy at all.
             sample_rate: probability of one sample being in the logical batch, in [0, 1].
+            sampling: how the batch was drawn; None for plain Poisson sampling.
 
         Raises:
-            TypeError, ValueError: if a value is not a number in its range.
+            TypeError, ValueError: if a value is not a number in its range, `sampling` does not
+                agree with `sample_rate`, or this accountant does not count it.
         """
-        key = (check_noise_multiplier(noise_multiplier), check_sample_rate(sample_rate))
-        if self.history and tuple(self.history[-1][:2]) == key:
-            self.history[-1] = (*key, self.history[-1][2] + 1)
+        rate = check_sample_rate(sample_rate)
+        if not self.counts_every_sampling:
+            refuse_sampling(sampling)
+        if sampling is not None:
+            sampling.check_rate(rate)
+        mechanism = (check_noise_multiplier(noise_multiplier), rate, sampling)
+        last, steps = read_entry(self.history[-1]) if self.history else (None, 0)
+        if last == mechanism:
+            self.history[-1] = make_entry(mechanism, steps + 1)
         else:
-            self.history.append((*key, 1))
+            self.history.append(make_entry(mechanism, 1))
 
     @abc.abstractmethod
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
@@ -74,24 +91,45 @@ class IAccountant(abc.ABC):
 
     def __len__(self) -> int:
         """Returns the number of optimizer steps recorded."""
-        return sum(steps for _, _, steps in self.history)
+        return sum(entry[2] for entry in self.history)
 
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+    def get_optimizer_hook_fn(
+        self, sample_rate: float, sampling: Sampling | None = None
+    ) -> Callable[[Any], None]:
         """Returns a hook that records a step each time a DP optimizer takes one.
 
         Args:
             sample_rate: probability of one sample being in one batch of the data loader.
+            sampling: how that batch is drawn; None for plain Poisson sampling.
 
         Returns:
             A function of the optimizer. It reads `noise_multiplier` and `accumulated_iterations`
             at the time of the step: a step that sums over k batches has k times the sample rate.
+            Other sampling than plain Poisson is refused for k above 1.
+
+        Raises:
+            ValueError: if `sampling` does not agree with `sample_rate`, or is not counted here.
         """
         rate_of_one_batch = check_sample_rate(sample_rate)
+        if sampling is None:
+            how = {}
+        else:
+            if not self.counts_every_sampling:
+                refuse_sampling(sampling)
+            sampling.check_rate(rate_of_one_batch)
+            how = {"sampling": sampling}
 
         def record_step(optimizer: Any) -> None:
+            batches = optimizer.accumulated_iterations
+            if sampling is not None and batches != 1:
+                raise ValueError(
+                    f"{batches} batches of {sampling} went into one step, which is not the "
+                    "sampling that was announced; call step() after each batch"
+                )
             self.step(
                 noise_multiplier=optimizer.noise_multiplier,
-                sample_rate=rate_of_step(rate_of_one_batch, optimizer.accumulated_iterations),
+                sample_rate=rate_of_step(rate_of_one_batch, batches),
+                **how,
             )
 
         return record_step
@@ -128,4 +166,8 @@ class IAccountant(abc.ABC):
                 f"one of {self.mechanism()!r}; create it with "
                 f"create_accountant({state_dict['mechanism']!r})"
             )
-        self.history = [check_entry(entry) for entry in state_dict["history"]]
+        history = [check_entry(entry) for entry in state_dict["history"]]
+        if not self.counts_every_sampling:
+            for entry in history:
+                refuse_sampling(read_entry(entry)[0][2])
+        self.history = history

@@ -4,6 +4,10 @@ An entry ``(noise_multiplier, sample_rate, steps)`` says that `steps` consecutiv
 each added Gaussian noise of standard deviation ``noise_multiplier * sensitivity`` to a sum over a
 batch in which every sample takes part with probability `sample_rate`, independently. How much
 privacy that costs is a question for an accountant, never for the history.
+
+A step whose batch was drawn in another way has a fourth value, a mapping of plain types that
+`opacus.accountants.sampling` makes. No accountant can take it for a step of plain Poisson
+sampling: whoever unpacks three values fails, and `merge` refuses it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
-Entry = tuple[float, float, int]
+from opacus.accountants.sampling import Sampling, sampling_from_dict
+
+Entry = tuple[float, float, int] | tuple[float, float, int, dict[str, Any]]
+# What a step is, without how often: noise multiplier, sample rate, sampling (None for Poisson).
+Mechanism = tuple[float, float, Sampling | None]
 
 # `sample_rate * accumulated_iterations` may pass 1 by rounding only, as in 49 * (1 / 49).
 _RATE_ROUNDING = 1e-9
@@ -81,37 +89,74 @@ def check_delta(value: Any) -> float:
     return number
 
 
+def make_entry(mechanism: Mechanism, steps: int) -> Entry:
+    """Returns the history entry of `steps` steps of `mechanism`."""
+    sigma, rate, sampling = mechanism
+    return (sigma, rate, steps) if sampling is None else (sigma, rate, steps, sampling.to_dict())
+
+
+def read_entry(entry: Any) -> tuple[Mechanism, int]:
+    """Returns what the steps of a history entry are, and how many, or raises."""
+    if not isinstance(entry, (tuple, list)) or len(entry) not in (3, 4):
+        raise ValueError(
+            "a history entry must be (noise_multiplier, sample_rate, steps) or, unless sampling "
+            f"is plain Poisson, (noise_multiplier, sample_rate, steps, sampling), got {entry!r}"
+        )
+    rate = check_sample_rate(entry[1])
+    sampling = sampling_from_dict(entry[3]) if len(entry) == 4 else None
+    if sampling is not None:
+        sampling.check_rate(rate)
+    return (check_noise_multiplier(entry[0]), rate, sampling), check_steps(entry[2])
+
+
 def check_entry(entry: Any) -> Entry:
     """Returns one history entry as plain types, or raises."""
-    try:
-        noise_multiplier, sample_rate, steps = entry
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"a history entry must be (noise_multiplier, sample_rate, steps), got {entry!r}"
-        ) from error
-    return (
-        check_noise_multiplier(noise_multiplier),
-        check_sample_rate(sample_rate),
-        check_steps(steps),
-    )
+    return make_entry(*read_entry(entry))
+
+
+def merge_mechanisms(history: Iterable[Any]) -> dict[Mechanism, int]:
+    """Counts the steps of each distinct mechanism that can leak anything.
+
+    Composition does not depend on the order, so equal mechanisms are added up wherever they
+    stand. Entries without steps, or that never touch a sample, are dropped.
+
+    Args:
+        history: entries, in any order.
+
+    Returns:
+        ``{(noise_multiplier, sample_rate, sampling): steps}`` in order of first appearance.
+    """
+    counts: dict[Mechanism, int] = {}
+    for entry in history:
+        mechanism, steps = read_entry(entry)
+        if mechanism[1] > 0.0 and steps > 0:
+            counts[mechanism] = counts.get(mechanism, 0) + steps
+    return counts
 
 
 def merge(history: Iterable[Any]) -> dict[tuple[float, float], int]:
-    """Counts the steps of each distinct mechanism that can leak anything.
-
-    Composition does not depend on the order, so equal (noise_multiplier, sample_rate) pairs are
-    added up wherever they stand. Entries without steps, or that never touch a sample, are dropped.
+    """Counts the steps of each distinct mechanism if all of them are plain Poisson sampling.
 
     Args:
         history: entries, in any order.
 
     Returns:
         ``{(noise_multiplier, sample_rate): steps}`` in order of first appearance.
+
+    Raises:
+        ValueError: if a step was sampled in another way.
     """
     counts: dict[tuple[float, float], int] = {}
-    for entry in history:
-        noise_multiplier, sample_rate, steps = check_entry(entry)
-        if sample_rate > 0.0 and steps > 0:
-            key = (noise_multiplier, sample_rate)
-            counts[key] = counts.get(key, 0) + steps
+    for (noise_multiplier, sample_rate, sampling), steps in merge_mechanisms(history).items():
+        refuse_sampling(sampling)
+        counts[(noise_multiplier, sample_rate)] = steps
     return counts
+
+
+def refuse_sampling(sampling: Sampling | None) -> None:
+    """Raises ValueError unless sampling is plain Poisson."""
+    if sampling is not None:
+        raise ValueError(
+            f"this accountant counts plain Poisson sampling only, got a step of {sampling}; "
+            "create_accountant('pld') counts it"
+        )

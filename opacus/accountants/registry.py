@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.gdp import GaussianAccountant
+from opacus.accountants.pld import PLDAccountant
 from opacus.accountants.prv import PRVAccountant
 from opacus.accountants.rdp import RDPAccountant
 
@@ -11,6 +12,7 @@ _ACCOUNTANTS: dict[str, type[IAccountant]] = {
     "rdp": RDPAccountant,
     "gdp": GaussianAccountant,
     "prv": PRVAccountant,
+    "pld": PLDAccountant,
 }
 
 
@@ -36,7 +38,8 @@ def create_accountant(mechanism: str) -> IAccountant:
     """Creates an accountant with an empty history.
 
     Args:
-        mechanism: ``"rdp"``, ``"prv"``, ``"gdp"``, or a name given to `register_accountant`.
+        mechanism: ``"pld"``, ``"prv"``, ``"rdp"``, ``"gdp"``, or a name given to
+            `register_accountant`.
 
     Raises:
         ValueError: if no accountant has this name.
