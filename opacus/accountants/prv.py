@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from opacus.accountants.accountant import IAccountant, reject_unknown_arguments
-from opacus.accountants.analysis.rdp import DEFAULT_ORDERS, smallest_epsilon, total_rdp
+from opacus.accountants.analysis.rdp_orders import best_order
 from opacus.accountants.history import check_delta, merge
+from opacus.accountants.pld import composed_loss
 
 if TYPE_CHECKING:
     from opacus.accountants.analysis.prv import Domain, PoissonSubsampledGaussianPRV
@@ -19,6 +18,9 @@ Counts = dict[tuple[float, float], int]
 # Largest grid, and the most points that are transformed in all: a few seconds of work.
 _MOST_POINTS = 2**24
 _MOST_WORK = 2**29
+# Of a grid with more points, if there are few mechanisms, another way to compose is faster.
+_LARGE = 2**20
+_FEW_DISTINCT = 8
 # Most distinct mechanisms that are composed as they are; a schedule with more is coarsened.
 _MOST_DISTINCT = 1024
 
@@ -28,7 +30,8 @@ class PRVAccountant(IAccountant):
 
     The value is a proven upper bound, up to floating point rounding, for Poisson-sampled Gaussian
     steps whose noise and rate may change. It exceeds the true epsilon by about `eps_error`, and
-    never exceeds that of `RDPAccountant`, which it takes where it is smaller.
+    never exceeds that of `RDPAccountant`, which it takes where it is smaller. Where the grid would
+    pass a million points, as after some 20,000 steps, it takes the value of `PLDAccountant`.
     """
 
     def get_epsilon(
@@ -44,9 +47,7 @@ class PRVAccountant(IAccountant):
         Args:
             delta: strictly between 0 and 1.
             eps_error: what the result may exceed the true epsilon by, above 0; it is part of the
-                result, so take a smaller one to resolve an epsilon near it. If epsilon is so large
-                that the grid would pass four million points, the error is a small fraction of
-                epsilon instead (below 1%).
+                result, so take a smaller one to resolve an epsilon near it.
             delta_error: the part of `delta` spent on truncation, above 0 and below `delta`;
                 ``delta / 1000`` if None.
             **kwargs: none is known; any raises TypeError.
@@ -64,7 +65,7 @@ class PRVAccountant(IAccountant):
         if any(noise_multiplier == 0.0 for noise_multiplier, _ in counts):
             return math.inf
         composed = _prv_epsilon(_coarsen(counts, _MOST_DISTINCT), delta, eps_error, delta_error)
-        return max(0.0, min(composed, _rdp_epsilon(counts, delta)))
+        return max(0.0, min(composed, best_order(counts, delta)[0]))
 
     @classmethod
     def mechanism(cls) -> str:
@@ -96,12 +97,6 @@ def _coarsen(counts: Counts, most: int) -> Counts:
     return merged
 
 
-def _rdp_epsilon(counts: Counts, delta: float) -> float:
-    """Returns the epsilon of `RDPAccountant` at its default orders."""
-    orders = np.asarray(DEFAULT_ORDERS, dtype=np.float64)
-    return smallest_epsilon(orders, total_rdp(counts, orders), delta)[0]
-
-
 def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: float) -> float:
     """Returns the upper bound of the composed privacy loss; infinity if no grid can resolve it."""
     from opacus.accountants.analysis.prv import (
@@ -117,6 +112,9 @@ def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: fl
     if grid is None:
         return math.inf
     domain, eps_error = grid
+    few = len(counts) <= _FEW_DISTINCT
+    if few and domain.size > _LARGE:
+        return _pld_epsilon(counts, delta)
     losses = (
         discretize(TruncatedPrivacyRandomVariable(prv, domain.t_min, domain.t_max), domain)
         for prv in prvs
@@ -125,7 +123,12 @@ def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: fl
     try:
         return composed.compute_epsilon(delta, delta_error, eps_error)[2]
     except ValueError:  # so small a delta drowns in rounding
-        return math.inf
+        return _pld_epsilon(counts, delta) if few else math.inf
+
+
+def _pld_epsilon(counts: Counts, delta: float) -> float:
+    """Returns the composed bound of `PLDAccountant`, whose grid does not grow with `eps_error`."""
+    return composed_loss({(sigma, rate, None): n for (sigma, rate), n in counts.items()}, delta)
 
 
 def _choose_grid(
