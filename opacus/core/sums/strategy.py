@@ -301,8 +301,9 @@ class TwoPass(Ghost):
             self._add_gradient(record)
             return
         super().receive(record)
-        if self.phase is Phase.NORMS:
-            self._seen.measured(record)
+        ledger = self.ledger
+        if ledger is not None and record.spec.name not in ledger.formed_layers:
+            self._seen.measured(record)  # of the others the sum takes what was measured itself
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`."""
