@@ -154,3 +154,28 @@ def test_resumed_on_two_ranks(tmp_path: Path, way: str, adapters: bool) -> None:
         torch.testing.assert_close(first["started"][name], value, rtol=0, atol=0)
     assert any(not torch.equal(first["initial"][n], w) for n, w in first["started"].items())
     assert (tmp_path / "checkpoint-4" / "privacy.pt").is_file()
+
+
+def noise_alone(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    become_rank(rank, world_size)
+    from opacus.integrations.transformers.batches import LogicalBatch
+
+    moved = {}
+    for way in ("ddp", "fsdp"):
+        privacy = {"noise_multiplier": 2.0, "clipping_norm": CLIPPING_NORM}
+        trainer = trainer_of(folder, way, privacy=privacy, max_steps=2)
+        step = trainer.training_step
+        trainer.training_step = lambda m, b, *a, s=step: s(m, LogicalBatch([], []), *a)
+        trainer.train()
+        before, after = weights(llama()), whole(trainer.model)
+        moved[way] = torch.cat([(after[n] - before[n]).flatten() for n in before])
+    return moved
+
+
+@pytest.mark.slow
+def test_noise_is_that_of_one_process(tmp_path: Path) -> None:
+    first, second = run_distributed(noise_alone, 2, str(tmp_path), timeout=150)
+    std = LR * 2.0 * CLIPPING_NORM / 4 * 2**0.5  # of two steps, over the batch of both ranks
+    for way in ("ddp", "fsdp"):
+        torch.testing.assert_close(first[way], second[way], rtol=0, atol=0)
+        assert float(first[way].std()) == pytest.approx(std, rel=0.05), way
