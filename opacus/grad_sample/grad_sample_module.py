@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -30,9 +29,11 @@ from opacus.core.step.auto import Choice
 from opacus.core.sums.materialise import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
-
-logger = logging.getLogger(__name__)
+from opacus.grad_sample.gsm_base import (
+    AbstractGradSampleHooks,
+    AbstractGradSampleModule,
+    say_what_is_unheld,
+)
 
 
 def create_or_accumulate_grad_sample(
@@ -170,7 +171,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         if self.hooks_enabled:
             self._mixing.check()
         self._refuse_late_sharding()
-        if any(p.requires_grad for _, p in self._untapped):
+        if self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
@@ -187,25 +188,18 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """
         held = {id(p) for p in parameters}
         self._held = frozenset(n for n, p in self._module.named_parameters() if id(p) in held)
-        self._mark_unheld()
+        say_what_is_unheld(self._mark_unheld())
 
-    def _mark_unheld(self) -> None:
+    def _mark_unheld(self) -> list[str]:
+        """Layers leave out what the optimizer does not hold; returns its names."""
         if self._held is None:
-            return
+            return []
         left: list[str] = []
         for layer in self._recorder.layers:
             own = {local: name for local, name in layer.owners.items() if name not in self._held}
             layer.unheld = frozenset(own)
             left += own.values()
-        if left:
-            logger.warning(
-                "The optimizer does not hold %d trainable parameters (%s, ...). They are not "
-                "trained, so they count as frozen: they are not recorded or clipped, and are in no "
-                "norm. Freeze them (requires_grad_(False)) to say so, and let no other optimizer "
-                "use their gradients, which get no noise.",
-                len(left),
-                ", ".join(left[:5]),
-            )
+        return left
 
     def _follow_unfreezing(self) -> None:
         """Tap layers whose parameters were made trainable since hooks were added.
@@ -213,18 +207,14 @@ class GradSampleHooks(AbstractGradSampleHooks):
         Raises:
             RuntimeError: The optimizer does not hold them, or it cannot be done; names them.
         """
-        new = [(name, p) for name, p in self._untapped if p.requires_grad]
+        new = self._unfrozen()
         if not new:
             return
         if self._held is not None and not self._held.issuperset(name for name, _ in new):
             self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
         if self._is_sharded():
             self._refuse_unfrozen("FSDP2 has set up its gradients without them")
-        accumulation, strategy, enabled = (
-            self.grad_accumulation_allowed,
-            self._strategy,
-            self.hooks_enabled,
-        )
+        accumulation, strategy = self.grad_accumulation_allowed, self._strategy
         self.remove_hooks()
         self.add_hooks(
             loss_reduction=self.loss_reduction,
@@ -234,13 +224,17 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._strategy.go_on_from(strategy)
         if not accumulation:
             self.forbid_grad_accumulation()
-        if not enabled:
-            self.disable_hooks()
         for _, parameter in new:
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
+    def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that were made trainable, while hooks are on, since layers were tapped."""
+        if not self.hooks_enabled or torch.compiler.is_compiling():
+            return []
+        return [(name, p) for name, p in self._untapped if p.requires_grad]
+
     def _refuse_unfrozen(self, advice: str) -> None:
-        names = [name for name, p in self._untapped if p.requires_grad]
+        names = [name for name, _ in self._unfrozen()]
         raise RuntimeError(
             f"parameters {names[:5]} were made trainable after make_private, and nothing would "
             f"clip them: {advice}, or freeze them, or make them trainable before make_private"
