@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from opacus.core.privacy.clipping import Clipped
 from opacus.core.step.loss_scale import SCALING, calling_scaler
 from opacus.core.step.losses import MEANS, as_reduced, is_ctc, per_sample_losses
+from opacus.core.step.private_step import clip_batch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
@@ -87,22 +87,20 @@ class DPTensorFastGradientClipping(Tensor):
                 forward pass has been clipped in this step already.
         """
         self._check_accumulation()
-        self.optimizer.check_unchanged()
-        if not self.optimizer._clipped_batches:
-            self.module.start_sum()
-        scale = None if self.loss_scale is None else float(self.loss_scale)
-        self.module.norm_pass(self.loss_per_sample, retain_graph, loss_scale=scale)
-        self._norms_are_known(self.module.per_sample_gradient_norms)
-        clipped = self.module.clip()
-        self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
-        excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
+        clip_batch(
+            self.module,
+            self.optimizer,
+            self.loss_per_sample,
+            loss_scale=None if self.loss_scale is None else float(self.loss_scale),
+            retain_graph=retain_graph,
+            norms_are_known=self._norms_are_known,
+        )
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
 
     def _check_accumulation(self) -> None:
-        pending = self.optimizer._clipped_batches > 0
+        pending = self.optimizer.clipped_batches > 0
         if pending and not self.module.grad_accumulation_allowed:
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. Call "
@@ -210,11 +208,6 @@ def _plain(value: Tensor) -> Tensor:
     """The value of a private loss as an ordinary tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
-
-
-def _excluded(clipped: Any) -> Tensor:
-    excluded: Tensor = clipped.excluded if isinstance(clipped, Clipped) else clipped[1]
-    return excluded
 
 
 def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGradientClipping:
