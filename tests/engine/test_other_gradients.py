@@ -151,3 +151,12 @@ def test_loss_for_the_whole_batch_is_not_added(mode: str) -> None:
     )
     (loss + output.square().mean(1)).backward()  # one a sample is fine
     optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_complex_parameters_are_refused_by_name(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 3, dtype=torch.complex64), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] are complex.*view_as_complex"):
+        private(model, mode)
+    model[0].requires_grad_(False)
+    private(model, mode)
