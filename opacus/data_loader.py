@@ -433,6 +433,21 @@ def _is_uniform(sampler: object, size: int) -> bool:
     return isinstance(sampler, (DistributedSampler, PoissonSampler))
 
 
+def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
+    """Says so if `data_loader`, which is kept, draws some samples more often than is counted."""
+    if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
+        return
+    sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.batch_sampler)
+    if not _is_uniform(sampler, len(data_loader.dataset)):  # type: ignore[arg-type]
+        logger.warning(
+            "The %s of data_loader may draw some samples more often than others, but privacy is "
+            "counted as if each joined a batch with the same probability: with "
+            "poisson_sampling=False that epsilon does not hold for the samples it favours. Use "
+            "poisson_sampling=True, which replaces it, or weigh the losses instead.",
+            type(sampler).__name__,
+        )
+
+
 def switch_generator(
     *, data_loader: DataLoader[Any], generator: torch.Generator | None
 ) -> DataLoader[Any]:

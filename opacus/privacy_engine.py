@@ -23,6 +23,7 @@ from opacus.data_loader import (
     matching_sample_rate,
     sample_rate_of,
     switch_generator,
+    warn_of_uneven_sampling,
 )
 from opacus.engine_accounting import EngineAccounting
 from opacus.engine_checks import (
@@ -405,6 +406,7 @@ class PrivacyEngine(EngineAccounting):
                 rand_on_empty=rand_on_empty,
                 sample_rate=sample_rate,
             )
+        warn_of_uneven_sampling(data_loader)
         if distributed:
             data_loader = shard_data_loader(data_loader)
         if self.secure_mode:

@@ -17,6 +17,7 @@ from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import (
     managed_names,
     reduce_dtypes,
+    reduced_at_once,
     tensor_parallel_names,
 )
 from opacus.core.ranks.data_check import DataCheck
@@ -224,7 +225,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         if not self.book_keeping:  # there FSDP2 reduces nothing
             self._unreached.start(self._reached)
-        with self._recovering("sum"):
+        with self._recovering("sum"), reduced_at_once(self._module):
             super().sum_pass(losses, clipped, retain_graph)
 
     def _make_sink(self) -> GradientSink:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,21 @@ OPACUS_PARAM_MONKEYPATCH_ATTRS = [
     "_current_grad_sample",
     "_norm_sample",
 ]
+
+logger = logging.getLogger(__name__)
+
+
+def say_what_is_unheld(names: Sequence[str]) -> None:
+    """Tell that these trainable parameters are in no optimizer."""
+    if names:
+        logger.warning(
+            "The optimizer does not hold %d trainable parameters (%s, ...). They are not "
+            "trained, so they count as frozen: they are not clipped, and are in no norm. Freeze "
+            "them (requires_grad_(False)) to say so, and let no other optimizer use their "
+            "gradients, which get no noise.",
+            len(names),
+            ", ".join(names[:5]),
+        )
 
 
 class AbstractGradSampleHooks(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.rules.mixing import MixingCheck
-from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule, say_what_is_unheld
 
 
 class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
@@ -32,6 +33,14 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
             raise NotImplementedError("grad_sample_mode 'ew' needs batch_first=True")
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._mixing = MixingCheck(m)
+        self._unheld: list[Any] = []
+
+    def hold_only(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Keep the per-sample gradients of these parameters alone."""
+        held = {id(p) for p in parameters}
+        named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad]
+        self._unheld = [p for _, p in named if id(p) not in held]
+        say_what_is_unheld([n for n, p in named if id(p) not in held])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on tensors ``[B, ...]``, recording per-sample gradients.
@@ -44,6 +53,8 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._mixing.check()
+        for parameter in self._unheld:
+            parameter.grad_sample = None
         if not torch.is_grad_enabled():
             return self._module(*args, **kwargs)
         batch = _samples(args, kwargs)

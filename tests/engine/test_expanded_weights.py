@@ -50,3 +50,35 @@ def test_training_goes_on_after_an_empty_batch() -> None:
             assert not torch.equal(next(model.parameters()), before)  # noise, if nothing else
     assert 0 in sizes and max(sizes) > 0
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Named(nn.Module):
+    """A model whose input is given by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, *, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.layer(x) * scale
+
+
+def test_keyword_inputs() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(SAMPLES, 3)
+    grads = []
+    for mode in ("ew", "hooks"):
+        torch.manual_seed(1)
+        net = Named()
+        model, _, _ = PrivacyEngine().make_private(
+            module=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(inputs), batch_size=1),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            grad_sample_mode=mode,
+        )
+        model(x=inputs, scale=2.0).square().mean(1).mean().backward()
+        grads.append(net.layer.weight.grad_sample)
+    assert grads[0].shape == (SAMPLES, 2, 3)
+    assert torch.allclose(grads[0], grads[1], atol=1e-6)

@@ -69,6 +69,35 @@ def test_second_ordinary_loss_is_refused(mode: str, first: bool) -> None:
     check(model, expected)
 
 
+def test_gradients_of_inputs_leave_no_rows() -> None:
+    """Nor do they count as a batch; gradients that are asked of parameters do leave rows."""
+    model, (inputs, targets) = build(), batch()
+    expected = want(model, inputs, targets)
+    model.zero_grad()
+    wrapped, optimizer, criterion, _ = private(model, "hooks", poisson_sampling=True)
+    inputs.requires_grad_()
+    (grad,) = torch.autograd.grad(wrapped(inputs).square().sum(), inputs)
+    assert grad.norm() > 0
+    assert all(p.grad_sample is None for p in model.parameters())
+    criterion(wrapped(inputs), targets).backward(inputs=list(model.parameters()))
+    optimizer.step()
+    check(model, expected)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "functorch"])
+def test_gradient_penalties_are_refused(mode: str) -> None:
+    """A parameter takes part in the second backward pass where no tap sees it."""
+    model, (inputs, _) = nn.Linear(6, 1), batch()
+    wrapped, _, _, _ = private(model, mode, criterion=nn.MSELoss(reduction="sum"))
+    inputs.requires_grad_()
+    output = wrapped(inputs).sum()
+    with pytest.raises(RuntimeError, match=r"\(Linear\).* create_graph=True.*'no_op'"):
+        torch.autograd.grad(output, inputs, create_graph=True)
+    wrapped.disable_hooks()
+    (grad,) = torch.autograd.grad(wrapped(inputs).sum(), inputs, create_graph=True)
+    assert grad.requires_grad
+
+
 @pytest.mark.parametrize("mode", GHOST)
 def test_gradients_of_inputs_are_fine(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     model, (inputs, targets) = build(), batch()
@@ -122,3 +151,12 @@ def test_loss_for_the_whole_batch_is_not_added(mode: str) -> None:
     )
     (loss + output.square().mean(1)).backward()  # one a sample is fine
     optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_complex_parameters_are_refused_by_name(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 3, dtype=torch.complex64), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] are complex.*view_as_complex"):
+        private(model, mode)
+    model[0].requires_grad_(False)
+    private(model, mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +252,28 @@ def communication_state(model: nn.Module) -> str:
             fetched = getattr(group, "_all_gather_result", None) is not None
             states.append(f"{training[:3]}{'+' * fetched}")
     return " ".join(states)
+
+
+@contextmanager
+def reduced_at_once(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 reduce gradients, whatever ``set_requires_gradient_sync`` has said.
+
+    What it keeps for later would come to parameters in a pass that measures, and look like a leak.
+    """
+    flags = ("reduce_grads", "all_reduce_grads")
+    before = []
+    for module in model.modules():
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        for group in _groups(None if state_of is None else state_of()):
+            off = [flag for flag in flags if getattr(group, flag, True) is False]
+            before += [(group, flag) for flag in off]
+    for group, flag in before:
+        setattr(group, flag, True)
+    try:
+        yield
+    finally:
+        for group, flag in before:
+            setattr(group, flag, False)
 
 
 def is_idle(model: nn.Module) -> bool:

@@ -1,0 +1,100 @@
+"""Which parameters are recorded: those that are trainable now and that the optimizer holds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.record.recorder import Recorder
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, say_what_is_unheld
+
+
+class HeldParameters(AbstractGradSampleHooks):
+    """The part of the hooks that knows of the optimizer and of unfreezing.
+
+    Attributes:
+        _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
+    """
+
+    # Names of the parameters that the optimizer holds; ``None``: all that are trainable.
+    _held: frozenset[str] | None = None
+    _untapped: list[tuple[str, nn.Parameter]]
+    _recorder: Recorder
+    _strategy: Any
+    hooks_enabled: bool
+    grad_accumulation_allowed: bool
+    force_functorch: bool
+
+    @abstractmethod
+    def add_hooks(self, *, loss_reduction: str, batch_first: bool, force_functorch: bool) -> None:
+        """Tap every layer that owns a trainable parameter."""
+
+    @abstractmethod
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters."""
+
+    def hold_only(self, parameters: Iterable[Tensor]) -> None:
+        """Record these parameters alone; the others count as frozen.
+
+        They are in no norm, are not clipped, and (in ghost modes) get no gradient.
+
+        Args:
+            parameters: Those that the optimizer holds, frozen ones too.
+        """
+        held = {id(p) for p in parameters}
+        self._held = frozenset(n for n, p in self._module.named_parameters() if id(p) in held)
+        say_what_is_unheld(self._mark_unheld())
+
+    def _mark_unheld(self) -> list[str]:
+        """Layers leave out what the optimizer does not hold; returns its names."""
+        if self._held is None:
+            return []
+        left: list[str] = []
+        for layer in self._recorder.layers:
+            own = {local: name for local, name in layer.owners.items() if name not in self._held}
+            layer.unheld = frozenset(own)
+            left += own.values()
+        return left
+
+    def _follow_unfreezing(self) -> None:
+        """Tap layers whose parameters were made trainable since hooks were added.
+
+        Raises:
+            RuntimeError: The optimizer does not hold them, or it cannot be done; names them.
+        """
+        new = self._unfrozen()
+        if not new:
+            return
+        if self._held is not None and not self._held.issuperset(name for name, _ in new):
+            self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
+        if self._is_sharded():
+            self._refuse_unfrozen("FSDP2 has set up its gradients without them")
+        accumulation, strategy = self.grad_accumulation_allowed, self._strategy
+        self.remove_hooks()
+        self.add_hooks(
+            loss_reduction=self.loss_reduction,
+            batch_first=self.batch_first,
+            force_functorch=self.force_functorch,
+        )
+        self._strategy.go_on_from(strategy)
+        if not accumulation:
+            self.forbid_grad_accumulation()
+        for _, parameter in new:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that were made trainable, while hooks are on, since layers were tapped."""
+        if not self.hooks_enabled or torch.compiler.is_compiling():
+            return []
+        return [(name, p) for name, p in self._untapped if p.requires_grad]
+
+    def _refuse_unfrozen(self, advice: str) -> None:
+        names = [name for name, _ in self._unfrozen()]
+        raise RuntimeError(
+            f"parameters {names[:5]} were made trainable after make_private, and nothing would "
+            f"clip them: {advice}, or freeze them, or make them trainable before make_private"
+        )
