@@ -42,6 +42,7 @@ types: $(READY)
 
 docs: $(READY)  ## build the documentation into docs/_build
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
+	@echo "Open docs/_build/index.html"
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache

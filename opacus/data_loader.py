@@ -333,6 +333,7 @@ class DPDataLoader(HostLoader):
         generator: torch.Generator | None = None,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        sample_rate: float | None = None,
     ) -> DPDataLoader:
         """Makes a loader like `data_loader`, but with Poisson sampling.
 
@@ -346,6 +347,7 @@ class DPDataLoader(HostLoader):
             generator: source of randomness; by default that of `data_loader`.
             batch_first: see `DPDataLoader`.
             rand_on_empty: see `CollateFnWithEmpty`.
+            sample_rate: the rate instead, a public number; an epoch has 1 / `sample_rate` steps.
 
         Raises:
             ValueError: if the data set is iterable or empty, if `data_loader` does not batch, or
@@ -355,10 +357,11 @@ class DPDataLoader(HostLoader):
         settings = loader_settings(data_loader)
         if generator is not None:
             settings["generator"] = generator
-        if isinstance(data_loader, DPDataLoader):
+        steps = None
+        if sample_rate is None and isinstance(data_loader, DPDataLoader):
             sample_rate, steps = data_loader.sample_rate, len(data_loader)
-        else:
-            sample_rate, steps = matching_sample_rate(data_loader), None
+        elif sample_rate is None:
+            sample_rate = matching_sample_rate(data_loader)
         return cls(
             dataset=data_loader.dataset,
             sample_rate=sample_rate,
@@ -470,9 +473,9 @@ def sample_rate_of(data_loader: DataLoader[Any]) -> float:
     return float(rate) if rate is not None else 1 / len(data_loader)
 
 
-def expected_batch_size(
-    data_loader: DataLoader[Any], sample_rate: float, distributed: bool
-) -> int | float:
-    """Expected number of samples of a batch on one rank."""
-    size = int(len(data_loader.dataset) * sample_rate + 1e-6)  # type: ignore[arg-type]
+def expected_batch_size_on_rank(
+    data_loader: DataLoader[Any], sample_rate: float, distributed: bool, of_all: float | None = None
+) -> float:
+    """Expected number of samples of a batch on one rank; `of_all` ranks together, if given."""
+    size = len(data_loader.dataset) * sample_rate if of_all is None else of_all  # type: ignore[arg-type]
     return size / dist.get_world_size() if distributed else size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,30 @@ def check_privacy_unit(privacy_unit: str | None, grad_sample_mode: str, wrap_mod
         )
 
 
+def check_public_numbers(
+    data_loader: Any, expected_batch_size: float | None, sample_rate: float | None
+) -> None:
+    """Check the numbers that may be given instead of being derived from the data loader.
+
+    Raises:
+        ValueError: One is out of range, or there is no loader.
+    """
+    if data_loader is None:
+        raise ValueError(
+            "data_loader must be the loader of the private data set, got None. Without one, build "
+            "the parts by hand: model = GradSampleModule(model), optimizer = DPOptimizer("
+            "optimizer, noise_multiplier=..., max_grad_norm=..., expected_batch_size=...), then "
+            "optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=...)); "
+            "each batch must be drawn by Poisson sampling at that rate"
+        )
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate!r}")
+    if expected_batch_size is not None and not 0 < expected_batch_size < math.inf:
+        raise ValueError(
+            f"expected_batch_size must be a positive number of samples, got {expected_batch_size!r}"
+        )
+
+
 def check_arguments(
     *,
     module: nn.Module,
@@ -118,6 +143,13 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     refuse_hooks(module.named_parameters())
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("module has no trainable parameters: nothing would be trained")
+    complex_ = [n for n, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    if complex_:
+        raise ValueError(
+            f"parameters {complex_[:5]} are complex, for which no norms or noise are defined here: "
+            "hold their real and imaginary parts in a real parameter [..., 2] and use "
+            "torch.view_as_complex(parameter) in forward, or freeze them"
+        )
     known = {id(p) for p in module.parameters()}
     groups = optimizer.param_groups
     foreign = [tuple(p.shape) for g in groups for p in g["params"] if id(p) not in known]
@@ -127,15 +159,6 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             f"{len(foreign)} parameters that are not the module's (shapes {foreign[:5]}). Build "
             "the optimizer from module.parameters(), after the module has been fixed, moved and "
             "sharded"
-        )
-    held = {id(p) for group in groups for p in group["params"]}
-    left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if left:
-        warnings.warn(
-            f"the optimizer does not hold {len(left)} trainable parameters ({left[:5]} ...): "
-            "they count in the clipping norm but are not trained. Freeze them, and let no other "
-            "optimizer use their gradients, which get no noise",
-            stacklevel=4,
         )
 
 

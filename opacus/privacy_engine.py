@@ -19,7 +19,7 @@ from opacus.core.ranks.layout import Single
 from opacus.core.step.modes import AUTO, mode_of
 from opacus.data_loader import (
     DPDataLoader,
-    expected_batch_size,
+    expected_batch_size_on_rank,
     matching_sample_rate,
     sample_rate_of,
     switch_generator,
@@ -30,6 +30,7 @@ from opacus.engine_checks import (
     check_noise_source,
     check_parallelism,
     check_privacy_unit,
+    check_public_numbers,
     choose,
     is_distributed,
     on_all_ranks,
@@ -99,6 +100,8 @@ class PrivacyEngine(EngineAccounting):
         rand_on_empty: bool = False,
         data_layout: str = "auto",
         privacy_unit: str | None = None,
+        expected_batch_size: float | None = None,
+        sample_rate: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -133,6 +136,11 @@ class PrivacyEngine(EngineAccounting):
                 ``"position_ids"`` and ``"cu_seqlens"``, which say where the documents of a packed
                 row start. What is clipped, and counted by the data loader, is then such a unit.
                 ``None``: each row is a sample of its own.
+            expected_batch_size: Samples that a batch of all ranks is expected to have, which the
+                sum is divided by with ``loss_reduction="mean"``. A public number: by default it is
+                derived from the size of the data set, which the update then depends on.
+            sample_rate: Probability of one sample being in one batch, a public number too; an
+                epoch has its inverse of steps. By default ``1 / len(data_loader)``.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -154,6 +162,8 @@ class PrivacyEngine(EngineAccounting):
             clipping=clipping,
             data_layout=data_layout,
             deferred_norm=kwargs.get("deferred_norm"),
+            expected_batch_size=expected_batch_size,
+            sample_rate=sample_rate,
             further_arguments=sorted(kwargs),
         ) as agreed:
             choice = choose(grad_sample_mode, module, criterion, clipping)
@@ -161,6 +171,7 @@ class PrivacyEngine(EngineAccounting):
                 grad_sample_mode = agreed["the mode that 'auto' stands for"] = choice.mode
             check_privacy_unit(privacy_unit, grad_sample_mode, wrap_model)
             check_noise_source(noise_generator, self.secure_mode)
+            check_public_numbers(data_loader, expected_batch_size, sample_rate)
             mode = check_arguments(
                 module=module,
                 optimizer=optimizer,
@@ -209,17 +220,21 @@ class PrivacyEngine(EngineAccounting):
                 poisson_sampling=poisson_sampling,
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
+                sample_rate=sample_rate,
             )
             if data_layout == "replicated":
                 private_loader = repeat_data_loader(private_loader)
             elif mode.parallelism == "fsdp":
                 follow_mesh(private_loader, private_module._ranks)
-            rate = sample_rate_of(private_loader)
+            rate = sample_rate_of(private_loader) if sample_rate is None else sample_rate
+            expected = expected_batch_size_on_rank(
+                private_loader, rate, distributed, expected_batch_size
+            )
             private_optimizer = self._prepare_optimizer(
                 optimizer=optimizer,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
-                expected_batch_size=expected_batch_size(private_loader, rate, distributed),
+                expected_batch_size=expected,
                 loss_reduction=loss_reduction,
                 distributed=distributed,
                 clipping=clipping,
@@ -230,6 +245,7 @@ class PrivacyEngine(EngineAccounting):
         except BaseException:
             private_module.cleanup()
             raise
+        private_module.hold_only(p for g in private_optimizer.param_groups for p in g["params"])
         private_optimizer.isolation = getattr(private_module, "isolation", None)
         self._prepare_noise(private_optimizer, module)
         private_optimizer.attach_step_hook(self.step_counter(rate))
@@ -268,6 +284,7 @@ class PrivacyEngine(EngineAccounting):
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
+        sample_rate: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Like :meth:`make_private`, with the noise that a privacy budget asks for.
@@ -284,7 +301,10 @@ class PrivacyEngine(EngineAccounting):
                 stacklevel=2,
             )
         warn_of_another_dataset(self.dataset, data_loader)
-        rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
+        check_public_numbers(data_loader, kwargs.get("expected_batch_size"), sample_rate)
+        rate = sample_rate
+        if rate is None:
+            rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -306,6 +326,7 @@ class PrivacyEngine(EngineAccounting):
             noise_generator=noise_generator,
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
+            sample_rate=sample_rate,
             **kwargs,
         )
 
@@ -371,6 +392,7 @@ class PrivacyEngine(EngineAccounting):
         distributed: bool,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        sample_rate: float | None = None,
     ) -> DataLoader[Any]:
         if self.dataset is None:
             self.dataset = data_loader.dataset
@@ -381,6 +403,7 @@ class PrivacyEngine(EngineAccounting):
                 distributed=distributed,
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
+                sample_rate=sample_rate,
             )
         if distributed:
             data_loader = shard_data_loader(data_loader)

@@ -1,3 +1,3 @@
 """Version of the package."""
 
-__version__ = "1.6.0+fsdp.1"
+__version__ = "1.6.0+fsdp.2"

@@ -1,4 +1,4 @@
-"""The tables of docs/experiments.md and of the norm analysis; ``tables.py`` writes them."""
+"""Tables of measured steps; ``tables.py`` writes them into documents, or prints them."""
 
 from __future__ import annotations
 
@@ -103,21 +103,58 @@ def deferred_table() -> str:
 
 def modes_table() -> str:
     """How each mode compares with the non-private step, over all cells that have one."""
+    found = _ratios(lambda cell: (cell.mode, cell.package))
+    places = {mode: number for number, mode in enumerate(ordered({m for m, _ in found}))}
+    rows = [
+        (f"`{mode}`", package, *_summary(found[mode, package]))
+        for mode, package in sorted(found, key=lambda key: (places[key[0]], key[1] != OURS))
+    ]
+    return table(("mode", "package", *_SUMMARY), rows) + "\n"
+
+
+# Modes of the README, and what their cells have in common.
+HEADLINE = (
+    ("several GPUs, FSDP2", ("ghost_fsdp_bk", "ghost_fsdp")),
+    ("one GPU", ("ghost_bk", "ghost", "hooks")),
+)
+_SUMMARY = ("cells", "step time", "range", "peak memory", "range")
+
+
+def headline() -> str:
+    """The modes that the README names, beside those of pip opacus, over all cells."""
+    found = _ratios(lambda cell: (cell.mode, cell.package))
+    rows = [
+        (place, f"`{mode}`", package, *_summary(found[mode, package]))
+        for place, modes in HEADLINE
+        for mode in modes
+        for package in sorted({p for m, p in found if m == mode}, key=lambda p: p != OURS)
+        if package.startswith((OURS, rival_tables.RIVAL)) and "," not in package
+    ]
+    return table(("on", "mode", "package", *_SUMMARY), rows) + "\n"
+
+
+def _ratios(
+    key: Callable[[measured.Cell], tuple[str, str]],
+) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Time and memory as multiples of the non-private step, of all cells that have one."""
     cells = measured.all_cells()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for cell in cells:
         plain = measured.baseline(cell, cells)
         if cell.private and plain is not None and not cell.deferred:
             ratio = (cell.ms / plain.ms, cell.peak_gb / plain.peak_gb)
-            found.setdefault((cell.mode, cell.package), []).append(ratio)
-    places = {mode: number for number, mode in enumerate(ordered({m for m, _ in found}))}
-    rows = []
-    for mode, package in sorted(found, key=lambda key: (places[key[0]], key[1] != OURS)):
-        times, memory = zip(*found[mode, package], strict=True)
-        middle = f"{median(times):.2f}x"
-        rows.append((f"`{mode}`", package, len(times), middle, span(times), span(memory)))
-    header = ("mode", "package", "cells", "time, median", "time", "peak memory")
-    return table(header, rows) + "\n"
+            found.setdefault(key(cell), []).append(ratio)
+    return found
+
+
+def _summary(ratios: list[tuple[float, float]]) -> tuple[Any, ...]:
+    """Number of cells, median and range of time, median and range of memory."""
+    times, memory = zip(*ratios, strict=True)
+    return len(times), *_middle(times), *_middle(memory)
+
+
+def _middle(values: Sequence[float]) -> tuple[str, str]:
+    return f"{median(values):.2f}×", f"{min(values):.2f}–{max(values):.2f}×"
 
 
 def findings() -> str:
@@ -258,8 +295,14 @@ def plots() -> str:
     lines = []
     for title, names in experiment_plots.shown().items():
         folder = experiment_plots.FOLDER.name
-        lines += [f"**{title}**", *(f"![{title}]({folder}/{name})" for name in names)]
+        lines += [f"**{title}**", *(f"![{_kind(name)}]({folder}/{name})" for name in names)]
     return "\n\n".join(lines) + "\n"
+
+
+def _kind(name: str) -> str:
+    """What a picture shows, by the end of its name."""
+    kinds = (*experiment_plots.LINES, *experiment_plots.BARS)
+    return max((kind for kind in kinds if kind in name), key=len, default="accuracy")
 
 
 def earlier() -> str:
@@ -283,6 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expectations": expectations_table,
     "findings": findings,
     "modes": modes_table,
+    "headline": headline,
     "deferred": deferred_table,
     "runs": runs,
     "choices": choices,

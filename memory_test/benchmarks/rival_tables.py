@@ -110,7 +110,7 @@ def _matches_table(found: list[Match]) -> str:
 
 
 def targets() -> str:
-    """Time of single backward passes in that of the non-private step, call by call."""
+    """Single backward passes as multiples of the non-private step, call by call."""
     cells = [cell for cell in measured.all_cells() if _has_target(cell)]
     names = {_file(cell) for cell in cells if cell.private}
     files = [*(name for name in CALLS if name in names), *sorted(names - set(CALLS))]
@@ -160,7 +160,7 @@ def _aimed(ratio: float, aim: float) -> str:
     return text if ratio <= aim else f"**{text}**"
 
 
-# Of docs/experiments.md, and of docs/performance.md.
+# Tables by name.
 AGAINST_OPACUS: dict[str, Callable[[], str]] = {
     "one-card": one_card,
     "several-cards": several_cards,

@@ -1,21 +1,26 @@
 """Writes the tables of DOCUMENTS from the committed results and the cost model.
 
-    python memory_test/benchmarks/tables.py
+    python memory_test/benchmarks/tables.py             # documents, and all cells as CSV
+    python memory_test/benchmarks/tables.py runs steps  # print these tables
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of ``TABLES``.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from memory_test.benchmarks import (
     experiment_tables,
+    measured,
     rival_tables,
     scale_check,
     step_results,
@@ -27,11 +32,12 @@ from opacus.scale import SHAPES, Run, predict, rates_of
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = scale_check.RESULTS
 DOCUMENTS = (
+    ROOT / "README.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "scaling.md",
     ROOT / "docs" / "experiments.md",
-    ROOT / "memory_test" / "flash_fsdp_tests" / "NORM_PARALLEL_COMPUTATION_ANALYSIS.md",
 )
+CELLS = RESULTS / "cells.csv"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Model, GPUs, samples of a rank: of 8192 tokens.
 SCALES = (
@@ -56,10 +62,13 @@ def check_table() -> str:
 
 
 def summary_table() -> str:
-    """How many cells are within the tolerance, and which are not."""
-    compared = scale_check.compare_all()
-    missed = scale_check.markdown(scale_check.misses(compared))
-    return f"{scale_check.summary(compared)}\nWhat is missed:\n\n{missed}"
+    """How many cells are within the tolerance."""
+    return scale_check.summary(scale_check.compare_all())
+
+
+def misses_table() -> str:
+    """Cells that are not within the tolerance."""
+    return scale_check.markdown(scale_check.misses(scale_check.compare_all()))
 
 
 def scale_table(card: str = "h100") -> str:
@@ -92,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "turns": lambda: turn_tables.turns_table(RESULTS),
     "check": check_table,
     "summary": summary_table,
+    "misses": misses_table,
     "scale": scale_table,
     **experiment_tables.TABLES,
     **rival_tables.AIMS,
@@ -103,12 +113,38 @@ def filled(text: str) -> str:
     return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
-def main() -> int:
-    """Write the documents; the exit status."""
-    for path in DOCUMENTS:
-        write_text(path, filled(path.read_text()))
+def cells_csv() -> str:
+    """All measured cells, with time and memory as multiples of the non-private step."""
+    cells = measured.all_cells()
+    heads = [field.name for field in dataclasses.fields(measured.Cell)]
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow([*heads, "time_ratio", "memory_ratio"])
+    for cell in cells:
+        plain = measured.baseline(cell, cells)
+        ratios = (
+            (f"{cell.ms / plain.ms:.3f}", f"{cell.peak_gb / plain.peak_gb:.3f}")
+            if cell.private and plain is not None
+            else ("", "")
+        )
+        lines.writerow([*dataclasses.astuple(cell), *ratios])
+    return out.getvalue()
+
+
+def main(names: Sequence[str]) -> int:
+    """Write the documents, or print the tables that are named; the exit status."""
+    unknown = [name for name in names if name not in TABLES]
+    if unknown:
+        print(f"no tables {unknown}; there are {sorted(TABLES)}", file=sys.stderr)
+        return 2
+    for name in names:
+        print(TABLES[name]())
+    if not names:
+        for path in DOCUMENTS:
+            write_text(path, filled(path.read_text()))
+        write_text(CELLS, cells_csv())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -49,7 +49,7 @@ def _event(library: Any, sigma: float, rate: float, sampling: Any) -> Any:
     if isinstance(sampling, FixedSize):  # two means a distance of 2 apart, see analysis/pld/steps
         return library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(sigma / 2.0))
     if isinstance(sampling, TruncatedPoisson):
-        return library.TruncatedSubsampledGaussianDpEvent(
+        return library.dp_event.TruncatedSubsampledGaussianDpEvent(
             sampling.dataset_size, rate, sampling.max_batch_size, sigma
         )
     if isinstance(sampling, UserRows):
@@ -57,10 +57,12 @@ def _event(library: Any, sigma: float, rate: float, sampling: Any) -> Any:
 
         drawn = range(sampling.rows + 1)
         probabilities = [float(binom.pmf(j, sampling.rows, rate)) for j in drawn]
-        return library.MixtureOfGaussiansDpEvent(sigma, [float(j) for j in drawn], probabilities)
+        return library.dp_event.MixtureOfGaussiansDpEvent(
+            sigma, [float(j) for j in drawn], probabilities
+        )
     moves = zip(sampling.sensitivities, sampling.probabilities, strict=True)
     kept = [(s, p) for s, p in moves if s > 0.0]
     rest = max(0.0, 1.0 - math.fsum(p for _, p in kept))
-    return library.MixtureOfGaussiansDpEvent(
+    return library.dp_event.MixtureOfGaussiansDpEvent(
         sigma, [0.0, *(s for s, _ in kept)], [rest, *(p for _, p in kept)]
     )

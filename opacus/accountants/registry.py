@@ -38,7 +38,8 @@ def create_accountant(mechanism: str) -> IAccountant:
     """Creates an accountant with an empty history.
 
     Args:
-        mechanism: ``"rdp"``, ``"prv"``, ``"pld"``, ``"gdp"``, or a registered name.
+        mechanism: ``"pld"``, ``"prv"``, ``"rdp"``, ``"gdp"``, or a name given to
+            `register_accountant`.
 
     Raises:
         ValueError: if no accountant has this name.

@@ -17,6 +17,10 @@ from opacus.accountants.accountant import IAccountant
 from opacus.accountants.history import check_delta
 
 _LARGEST_DELTA = 0.999
+# Pieces of the profile between two deltas.
+_STRETCH = 16
+# By so many halvings the total variation distance is found between two of the deltas.
+_HALVINGS = 10
 
 
 def privacy_profile(
@@ -76,42 +80,67 @@ def tradeoff_curve(
     return 1.0 - max_true_positive_rate(accountant, fpr, **profile)
 
 
-def gaussian_mu(accountant: IAccountant, *, least_delta: float = 1e-9, points: int = 120) -> float:
+def gaussian_mu(accountant: IAccountant, *, least_delta: float = 1e-9, points: int = 60) -> float:
     """Returns a mu such that the history is no worse than mu-Gaussian DP, down to `least_delta`.
 
     That is, for every delta of at least `least_delta`, epsilon is at most that of one Gaussian
-    mechanism whose means are mu standard deviations apart. Between the deltas that are tried,
-    epsilon is taken at the smaller one and the Gaussian's at the larger one.
+    mechanism whose means are mu standard deviations apart. Infinity if no mu is found.
 
     Args:
         accountant: with a history.
         least_delta: the smallest delta that is compared, in (0, 0.1).
         points: number of deltas; with more of them mu gets closer to the best one.
     """
+    deltas, epsilons = privacy_profile(accountant, least_delta=least_delta, points=points)
+    if epsilons[-1] > 0.0:
+        deltas = np.append(deltas, 1.0 - 1e-9)
+        epsilons = np.append(epsilons, accountant.get_epsilon(1.0 - 1e-9))
+    if epsilons[-1] > 0.0 or not np.isfinite(epsilons).all():
+        return math.inf
+    deltas, epsilons = _with_distance(accountant, deltas, epsilons)
+    largest = 0.0
+    for i in np.flatnonzero(epsilons[:-1] > 0.0):
+        # As a function of e^epsilon, delta is convex: it lies below the chord between two points.
+        part = np.linspace(0.0, 1.0, _STRETCH + 1)
+        between = epsilons[i] + np.log1p(part * math.expm1(epsilons[i + 1] - epsilons[i]))
+        chord = deltas[i] + part * (deltas[i + 1] - deltas[i])
+        # Of each piece of the chord, the larger delta at the larger epsilon.
+        for epsilon, delta in zip(between[:-1], chord[1:], strict=True):
+            largest = _raise_mu(largest, float(epsilon), float(delta))
+    return largest
+
+
+def _with_distance(
+    accountant: IAccountant, deltas: np.ndarray, epsilons: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the profile up to the total variation distance, the first delta with epsilon 0."""
+    spent = int(np.count_nonzero(epsilons > 0.0))
+    if spent == 0:
+        return deltas, epsilons
+    deltas, epsilons = deltas[: spent + 1].copy(), epsilons[: spent + 1].copy()
+    low = float(deltas[spent - 1])
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + float(deltas[spent]))
+        if accountant.get_epsilon(middle) > 0.0:
+            low = middle
+        else:
+            deltas[spent] = middle
+    return deltas, epsilons
+
+
+def _raise_mu(mu: float, epsilon: float, delta: float) -> float:
+    """Returns the smallest mu, at least the given one, whose delta at `epsilon` is `delta`."""
     from opacus.accountants.analysis.gdp import delta_eps_mu
 
-    deltas, epsilons = privacy_profile(accountant, least_delta=least_delta, points=points)
-    if not np.isfinite(epsilons).all():
-        return math.inf
-    largest = 0.0
-    uppers = np.append(deltas[1:], 1.0 - 1e-12)
-    for epsilon, delta in zip(epsilons, uppers, strict=True):
-        if epsilon == 0.0:  # the rest of the profile is 0, this stretch included
-            break
-        low, high = largest, max(1.0, largest)
-        while delta_eps_mu(eps=epsilon, mu=high) < delta:
-            low, high = high, 2.0 * high
-        while high - low > 1e-9 * high:
-            middle = 0.5 * (low + high)
-            if delta_eps_mu(eps=epsilon, mu=middle) < delta:
-                low = middle
-            else:
-                high = middle
-        largest = high
-    # Where epsilon is 0, delta is the total variation distance, at most the last one tried.
-    zero = deltas[epsilons == 0.0]
-    if zero.size:
-        from scipy.special import ndtri  # type: ignore[import-untyped]
-
-        largest = max(largest, 2.0 * float(ndtri(0.5 + 0.5 * zero[0])))
-    return largest
+    if mu > 0.0 and delta_eps_mu(eps=epsilon, mu=mu) >= delta:
+        return mu
+    low, high = mu, max(1.0, 2.0 * mu)
+    while delta_eps_mu(eps=epsilon, mu=high) < delta:
+        low, high = high, 2.0 * high
+    while high - low > 1e-6 * high:
+        middle = 0.5 * (low + high)
+        if middle > 0.0 and delta_eps_mu(eps=epsilon, mu=middle) >= delta:
+            high = middle
+        else:
+            low = middle
+    return high

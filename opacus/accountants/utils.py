@@ -10,12 +10,20 @@ from typing import Any
 from opacus.accountants.history import check_delta, check_sample_rate, check_steps
 from opacus.accountants.registry import create_accountant
 
-MAX_SIGMA = 1e8
+# Where Opacus ends its search. Ours goes on: ten million full batches at a small budget need more.
+MAX_SIGMA = 1e6
+_MOST_SIGMA = 1e8
 
 # First upper end of the search; all candidates are fractions of it and of its doubles.
 _FIRST_GUESS = 10.0
 # Accountants whose epsilon takes long enough to look near the solution of "rdp" first.
 _SLOW = ("prv", "pld")
+# They do not look for less noise than this: where it is enough, delta alone covers the risk of
+# being sampled, or epsilon is in the thousands.
+_LEAST_SIGMA = 0.01
+_MOST_GUESSES = 8
+# Accountants whose noise multipliers are those that Opacus finds.
+_AS_OPACUS = ("rdp", "prv", "gdp")
 # The result spends at least this part of the budget, however large the tolerance.
 _LEAST_SPENT = 0.95
 
@@ -35,7 +43,7 @@ def get_noise_multiplier(
 
     The epsilon of the result, by the same accountant and arguments, never exceeds
     `target_epsilon`. It is below it by at most `epsilon_tolerance` and by at most 5%, unless no
-    noise multiplier gives a value that close.
+    noise multiplier gives a value that close, or ("prv" and "pld") less than 0.01 would do.
 
     Args:
         target_epsilon: the budget, above 0.
@@ -49,8 +57,8 @@ def get_noise_multiplier(
 
     Raises:
         TypeError: if the accountant's `get_epsilon` does not know an argument of `kwargs`.
-        ValueError: if an argument is outside its range, or no noise multiplier up to `MAX_SIGMA`
-            meets the budget.
+        ValueError: if an argument is outside its range, or no noise multiplier up to 1e8 meets
+            the budget.
     """
     if not 0.0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be finite and above 0, got {target_epsilon!r}")
@@ -73,7 +81,13 @@ def get_noise_multiplier(
         warnings.simplefilter("ignore", UserWarning)  # about candidates that are not returned
         values = values_of(accountant, **kwargs)
         if accountant in _SLOW:
-            values.read_near(_search(values_of("rdp")))
+            near = values.read_near(_search(values_of("rdp")))
+            if near is not None and accountant not in _AS_OPACUS:
+                return near
+            if near is not None:
+                values.read_around(near)
+            finest = min(1e-4, 0.01 * epsilon_tolerance / target_epsilon)
+            return _search(values, _LEAST_SIGMA, finest)
         return _search(values)
 
 
@@ -119,38 +133,53 @@ class _Values:
         self._known[sigma] = self._epsilon_of(sigma)
         return self._known[sigma]
 
-    def read_near(self, sigma: float) -> None:
-        """Reads a few values around the solution, of which `sigma` is a guess."""
-        room = min(self.most - self.least, 0.5 * self.least)
-        slope, last = -1.0, (0.0, 0.0)
-        aims = (self.least + 0.5 * room, self.most + 0.3 * room, self.least - 0.3 * room)
-        for aim in (aims[0], aims[0], aims[1], aims[2], 0.0):
+    def read_near(self, sigma: float) -> float | None:
+        """Reads a few values around the solution, of which `sigma` is a guess.
+
+        Returns:
+            A solution, or None if epsilon jumps too much to come near one.
+        """
+        slope, last = -1.0, None
+        aim = 0.5 * (self.least + self.most)
+        for _ in range(_MOST_GUESSES):
             epsilon = self.read(sigma)
-            if not (aim > 0.0 and 0.0 < epsilon < math.inf):
-                return
+            if self.least <= epsilon <= self.most:
+                return sigma
+            if epsilon in (0.0, math.inf):
+                sigma, last = sigma * (0.5 if epsilon == 0.0 else 1.5), None
+                continue
             here = (math.log(sigma), math.log(epsilon))
-            if last != (0.0, 0.0) and here[0] != last[0]:
-                slope = min((here[1] - last[1]) / (here[0] - last[0]), -0.01)
+            if last is not None and here[0] != last[0]:
+                slope = min((here[1] - last[1]) / (here[0] - last[0]), -0.1)
             last = here
-            sigma = math.exp(here[0] + max(-0.7, min(0.7, (math.log(aim) - here[1]) / slope)))
+            step = (math.log(aim) - here[1]) / slope
+            sigma = math.exp(here[0] + max(-0.7, min(0.7, step)))
+        return None
+
+    def read_around(self, sigma: float) -> None:
+        """Reads a value on either side of the range, so that halving need not."""
+        reach = self.most / self.least
+        for factor in (reach**-1.5, reach**1.5):
+            self.read(sigma * factor)
 
 
-def _search(values: _Values) -> float:
+def _search(values: _Values, least_sigma: float = 0.0, finest: float = 1e-9) -> float:
     """Returns the first sigma met in halving a bracket whose epsilon lies in [least, most].
 
     Halving a fixed bracket gives the round numbers that Opacus gives, so a run configured by a
-    budget is the same run.
+    budget is the same run. No smaller one is looked for below `least_sigma`, nor where epsilon
+    jumps past the budget, closer to that than `finest`, a part of sigma.
     """
     low, high = 0.0, _FIRST_GUESS
     while (epsilon := values(high)) > values.most:
         low, high = high, 2.0 * high
-        if high > MAX_SIGMA:
+        if high > _MOST_SIGMA:
             raise ValueError(
                 f"target_epsilon = {values.most:g} is too low: even noise_multiplier = {low:g} "
                 f"gives epsilon = {values.read(low):.4g}; raise target_epsilon or target_delta, "
                 "take fewer steps, or another accountant ('pld' reaches lower values than 'rdp')"
             )
-    while epsilon < values.least and high - low > 1e-9 * high:
+    while epsilon < values.least and high - low > finest * high and high > least_sigma:
         middle = 0.5 * (low + high)
         candidate = values(middle)
         if candidate <= values.most:

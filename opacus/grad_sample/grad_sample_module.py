@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -29,6 +30,8 @@ from opacus.core.sums.materialise import Materialise
 from opacus.grad_sample._samplers import Sampler, choose_rule
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+
+logger = logging.getLogger(__name__)
 
 
 def create_or_accumulate_grad_sample(
@@ -87,6 +90,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
     auto_choice: Choice | None = None
     # Argument of the model that says whose each row is; ``None``: row i is sample i.
     privacy_unit: str | None = None
+    # Names of the parameters that the optimizer holds; ``None``: all that are trainable.
+    _held: frozenset[str] | None = None
 
     def __init__(
         self,
@@ -147,7 +152,15 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._foreign = self._watch_parameters()
         self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
-        self.isolation = self._make_isolation()
+        known = self.__dict__.get("isolation")  # of the optimizer, too
+        if known is None:
+            self.isolation = self._make_isolation()
+        else:
+            known.attach(self._recorder)
+        covered = {owner for layer in self._recorder.layers for owner in layer.owners.values()}
+        named = self._module.named_parameters()
+        self._untapped = [(name, p) for name, p in named if name not in covered]
+        self._mark_unheld()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
@@ -156,6 +169,83 @@ class GradSampleHooks(AbstractGradSampleHooks):
         if self.hooks_enabled:
             self._mixing.check()
         self._refuse_late_sharding()
+        if any(p.requires_grad for _, p in self._untapped):
+            self._refuse_unfrozen(
+                "call the wrapper that make_private returned, not the model in it"
+            )
+
+    # --- which parameters ---
+
+    def hold_only(self, parameters: Iterable[Tensor]) -> None:
+        """Record these parameters alone; the others count as frozen.
+
+        They are in no norm, are not clipped, and (in ghost modes) get no gradient.
+
+        Args:
+            parameters: Those that the optimizer holds, frozen ones too.
+        """
+        held = {id(p) for p in parameters}
+        self._held = frozenset(n for n, p in self._module.named_parameters() if id(p) in held)
+        self._mark_unheld()
+
+    def _mark_unheld(self) -> None:
+        if self._held is None:
+            return
+        left: list[str] = []
+        for layer in self._recorder.layers:
+            own = {local: name for local, name in layer.owners.items() if name not in self._held}
+            layer.unheld = frozenset(own)
+            left += own.values()
+        if left:
+            logger.warning(
+                "The optimizer does not hold %d trainable parameters (%s, ...). They are not "
+                "trained, so they count as frozen: they are not recorded or clipped, and are in no "
+                "norm. Freeze them (requires_grad_(False)) to say so, and let no other optimizer "
+                "use their gradients, which get no noise.",
+                len(left),
+                ", ".join(left[:5]),
+            )
+
+    def _follow_unfreezing(self) -> None:
+        """Tap layers whose parameters were made trainable since hooks were added.
+
+        Raises:
+            RuntimeError: The optimizer does not hold them, or it cannot be done; names them.
+        """
+        new = [(name, p) for name, p in self._untapped if p.requires_grad]
+        if not new:
+            return
+        if self._held is not None and not self._held.issuperset(name for name, _ in new):
+            self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
+        if self._is_sharded():
+            self._refuse_unfrozen("FSDP2 has set up its gradients without them")
+        accumulation, strategy, enabled = (
+            self.grad_accumulation_allowed,
+            self._strategy,
+            self.hooks_enabled,
+        )
+        self.remove_hooks()
+        self.add_hooks(
+            loss_reduction=self.loss_reduction,
+            batch_first=self.batch_first,
+            force_functorch=self.force_functorch,
+        )
+        self._strategy.go_on_from(strategy)
+        if not accumulation:
+            self.forbid_grad_accumulation()
+        if not enabled:
+            self.disable_hooks()
+        for _, parameter in new:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def _refuse_unfrozen(self, advice: str) -> None:
+        names = [name for name, p in self._untapped if p.requires_grad]
+        raise RuntimeError(
+            f"parameters {names[:5]} were made trainable after make_private, and nothing would "
+            f"clip them: {advice}, or freeze them, or make them trainable before make_private"
+        )
+
+    # --- late changes ---
 
     def _refuse_late_sharding(self) -> None:
         """In the first forward: raise if the parameters have been replaced by sharded ones."""
@@ -197,8 +287,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
         Raises:
             RuntimeError: They are; all gradients are dropped.
         """
-        recorder = self._recorder
-        private = recorder.enabled and not recorder.probed
+        recorder, held = self._recorder, self._held
+        names = [name for name in names if held is None or name in held]
+        private = bool(names) and recorder.enabled and not recorder.probed
         if not private or not any(layer.module.training for layer in recorder.layers):
             return
         self.set_grad_sample_to_none()
@@ -282,10 +373,12 @@ class GradSampleHooks(AbstractGradSampleHooks):
     def _on_record(self, record: Record) -> None:
         if not self._sees_loss:
             if not trains():
-                return
+                return  # other gradients than the parameters', by torch.autograd.grad
             owners, held = record.layer.owners, record.layer.module._parameters
-            own = [(owners[name], held[name]) for name in record.spec.params]
-            refuse_hooks([(name, p) for name, p in own if p is not None])
+            own = [
+                (owners[name], p) for name in record.spec.params if (p := held[name]) is not None
+            ]
+            refuse_hooks(own)
         self.capture_backprops_hook(
             record.layer.module,
             record,

@@ -322,6 +322,11 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             raise
         self._strategy.finish_sum()
 
+    @property
+    def doubt(self) -> Tensor | None:
+        """See :class:`opacus.core.step.private_step.Model`."""
+        return self._strategy.doubt
+
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
         self._strategy.start_sum()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opacus.core.platform.allocator import keep_freed_memory
@@ -65,6 +66,9 @@ class AbstractGradSampleHooks(ABC):
     def allow_grad_accumulation(self) -> None:  # noqa: B027 (optional in subclasses)
         """Let several backward passes accumulate (not sound with Poisson sampling)."""
 
+    def hold_only(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027 (optional)
+        """Record these parameters alone: an optimizer holds them, so it clips them."""
+
     @abstractmethod
     def remove_hooks(self) -> None:
         """Take every hook off the module."""
@@ -104,6 +108,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         Raises:
             RuntimeError: What the module raised; for an empty batch it says what to change.
         """
+        self._follow_unfreezing()
         args, kwargs = self._name_units(args, kwargs)
         try:
             return self._run(*args, **kwargs)
@@ -118,6 +123,9 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
+
+    def _follow_unfreezing(self) -> None:
+        """Record what was made trainable since the last forward pass; nothing here."""
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take what is not the model's from its arguments; nothing here."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.rules.mixing import MixingCheck
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -32,40 +33,56 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._mixing = MixingCheck(m)
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on ``x`` ``[B, ...]``, recording per-sample gradients.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module on tensors ``[B, ...]``, recording per-sample gradients.
 
         Raises:
             ValueError: A layer gets other rows than the samples; names it.
             NotImplementedError: A norm mixes samples, in train mode; names it.
         """
-        return super().forward(x, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
-    def _run(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._mixing.check()
         if not torch.is_grad_enabled():
-            return self._module(x, *args, **kwargs)
-        if x.shape[0] == 0:  # torch refuses what Poisson sampling may draw
-            return self._run_empty(x, *args, **kwargs)
+            return self._module(*args, **kwargs)
+        batch = _samples(args, kwargs)
+        if batch == 0:  # torch refuses what Poisson sampling may draw
+            return self._run_empty(*args, **kwargs)
         run = call_for_per_sample_grads(
-            self._module, batch_size=x.shape[0], loss_reduction=self.loss_reduction
+            self._module, batch_size=batch, loss_reduction=self.loss_reduction
         )
         try:
-            return run(x, *args, **kwargs)
+            return run(*args, **kwargs)
         except RuntimeError as error:
             if "batch size matching input" not in str(error):
                 raise
             raise _refused_rows(self._module, error) from error
 
-    def _run_empty(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _run_empty(self, *args: Any, **kwargs: Any) -> Any:
         """Run on no samples: per-sample gradients of shape ``[0, ...]``."""
         for parameter in self.parameters():
             if parameter.requires_grad:
                 parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)  # type: ignore[attr-defined]
-        return self._module(x, *args, **kwargs)
+        return self._module(*args, **kwargs)
 
     def remove_hooks(self) -> None:
         """There are none."""
+
+
+def _samples(args: Any, kwargs: Any) -> int:
+    """Number of samples: that of the first tensor among a model's arguments.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise ValueError(
+        "grad_sample_mode 'ew' counts samples in the model's arguments, among which there is no "
+        "tensor [batch, ...]: pass one, or use grad_sample_mode='hooks'"
+    )
 
 
 def _refused_rows(model: nn.Module, error: RuntimeError) -> ValueError:

@@ -19,6 +19,7 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.privacy.processed import is_processed, mark_processed
 from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
+from opacus.core.step.private_step import release
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
@@ -347,27 +348,23 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
             its logical batch, and after an overflow that ``GradScaler`` found in any of
             them (on any rank).
         """
-        self._check_world()
-        self._drop_frozen()
-        if not self.params:
-            return True
-        self._compare_with_draws()
-        self._check_isolation()
-        self._take_batch()
-        if self._check_skip_next_step():
-            self._is_last_step_skipped = True
+        if not release(self):
             return False
-        if self._overflowed_anywhere():
-            self._skip_overflowed_step()
-            return False
-        self._noise_and_count()
-        self._layout.reduce(self.params)
-        self.scale_grad()
-        self._call_step_hooks()
         self._is_last_step_skipped = False
         return True
 
-    def _noise_and_count(self) -> None:
+    def is_physical(self) -> bool:
+        """Whether this was signalled to be a physical batch that others follow."""
+        if not self._check_skip_next_step():
+            return False
+        self._is_last_step_skipped = True
+        return True
+
+    def reduce(self) -> None:
+        """Sum the noised gradients over ranks, where that has not been done."""
+        self._layout.reduce(self.params)
+
+    def noise_and_count(self) -> None:
         """Add the noise and count the step; after an error nothing is left to release."""
         entries = self._counts()
         try:
@@ -383,7 +380,7 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
         grads = self._used_parameters()[0].grad_sample
         return sum(map(len, grads)) if isinstance(grads, list) else len(grads)
 
-    def _drop_frozen(self) -> None:
+    def drop_frozen(self) -> None:
         """What was frozen after the backward pass gets no noise, so it must not be updated."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.requires_grad:
@@ -393,7 +390,8 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
                 if getattr(parameter, name, None) is not None:
                     setattr(parameter, name, None)
 
-    def _check_isolation(self) -> None:
+    def check_isolation(self) -> None:
+        """Let the isolation check look at the batch; what it refuses leaves nothing behind."""
         if self.isolation is None:
             return
         try:
@@ -403,7 +401,7 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
             self.zero_grad(set_to_none=True)
             raise
 
-    def _take_batch(self) -> None:
+    def take_batch(self) -> None:
         """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""
         self._scaled = scaled_step(self)
         try:
@@ -416,7 +414,7 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
             self._scaled = ScaledStep(active=active)
         self._overflowed |= overflow
 
-    def _overflowed_anywhere(self) -> bool:
+    def overflowed_anywhere(self) -> bool:
         """Whether a batch of this step overflowed, the same answer on every rank."""
         if not self._scaled.active or self._layout.world_size == 1:
             return self._overflowed
@@ -424,12 +422,12 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _skip_overflowed_step(self) -> None:
+    def skip_overflowed_step(self) -> None:
         """Release nothing and drop the sums; the accountant counts the step."""
         self._count_step(self._counts())
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
-        self._call_step_hooks()
+        self.call_step_hooks()
         self._overflowed = self._is_last_step_skipped = False
         self._clipped_with = 0.0
 

@@ -7,6 +7,7 @@ import math
 from torch import Tensor, nn
 
 from opacus.core.privacy.processed import is_processed, was_processed
+from opacus.core.sums.seen import REPLAY_ADVICE
 from opacus.core.sums.sum_watch import SumWatch
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
@@ -27,7 +28,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._known = [p for group in self.param_groups for p in group["params"]]
         self._watch = SumWatch()
         self.expects_criterion = False
-        self._clipped_batches = 0
+        self.clipped_batches = 0
         self._clipped_samples = 0
         self._accumulated = 1
         self._loss_scale: float | None = None
@@ -37,7 +38,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._overwrites_sums = True
 
     def note_clipped_batch(
-        self, loss_scale: float | None = None, excluded: bool = False, samples: int = 0
+        self,
+        loss_scale: float | None = None,
+        excluded: bool = False,
+        samples: int = 0,
+        doubt: Tensor | None = None,
     ) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 
@@ -45,15 +50,17 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
                 ``None`` without one.
             samples: Number of samples in it.
+            doubt: On the device, whether the sum is not of what was measured: then the step comes
+                to nothing, and the next one is refused.
             excluded: Whether samples with infinite or NaN gradients were left out.
 
         Raises:
             RuntimeError: Batches of one step have different loss scales.
         """
-        if self._clipped_batches and self._loss_scale != loss_scale:
+        if self.clipped_batches and self._loss_scale != loss_scale:
             self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
         self._loss_scale = loss_scale
-        self._clipped_batches += 1
+        self.clipped_batches += 1
         self._clipped_samples += samples
         self._note_clipping_norm()
         if excluded and loss_scale is not None:
@@ -62,11 +69,12 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
         self._watch.note(self.params)
+        self._watch.doubt(doubt)
 
     @property
     def accumulated_iterations(self) -> int:
         """Number of batches whose clipped sums are in the current step."""
-        return max(self._clipped_batches, self._accumulated)
+        return max(self.clipped_batches, self._accumulated)
 
     def accumulate(self) -> None:
         """Move ``p.grad`` into ``p.summed_grad``.
@@ -93,8 +101,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     def _batch_is_taken(self) -> None:
         self._loss_scale = None
         self._watch.forget()
-        self._accumulated = max(self._clipped_batches, 1)
-        self._clipped_batches = self._clipped_samples = 0
+        self._accumulated = max(self.clipped_batches, 1)
+        self.clipped_batches = self._clipped_samples = 0
 
     def _samples(self) -> int:
         return self._clipped_samples
@@ -109,13 +117,18 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             return
         divided_by = self._scaled.scale if self._scaled.divided else 1.0
         parameters = self.params
-        if not self._clipped_batches:  # the next backward() drops what a step has used
+        if not self.clipped_batches:  # the next backward() drops what a step has used
             parameters = [p for p in parameters if p.grad is None or not was_processed(p.grad)]
         changed = self._watch.changed(parameters, divided_by)
-        if changed or self._watch.changed_before():
-            names = self._named(changed) if changed else "the step before (which released nothing)"
+        if self._watch.changed_before():
             raise RuntimeError(
-                f"the gradients of {names} were changed or added between backward() "
+                "the step before released nothing: its clipped sums were changed between backward "
+                "and step(), or its backward pass computed something else when it was run again "
+                f"for the sum. {REPLAY_ADVICE}"
+            )
+        if changed:
+            raise RuntimeError(
+                f"the gradients of {self._named(changed)} were changed or added between backward() "
                 "and step(), where p.grad holds the clipped sum that the noise is made for. Likely "
                 "causes: torch.nn.utils.clip_grad_norm_ (with a Trainer, set max_grad_norm=0), "
                 "gradients multiplied by a world size or a number of tokens, backward() of another "
@@ -135,7 +148,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         return ", ".join(names) + (f" and {more} more" if more else "")
 
     def _check_clipped(self) -> None:
-        unclipped = self.expects_criterion and self._clipped_batches == 0
+        unclipped = self.expects_criterion and self.clipped_batches == 0
         if unclipped or all(p.grad is None or is_processed(p.grad) for p in self.params):
             raise RuntimeError(
                 "step() found no clipped gradient: use the criterion that make_private returned "
@@ -177,13 +190,13 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Args:
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
-        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
+        self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self._clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
+        self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

@@ -69,6 +69,7 @@ class CountedOptimizer(WrappedOptimizer):
         for count in counts:
             count.record(self.noise_multiplier)
 
-    def _call_step_hooks(self) -> None:
+    def call_step_hooks(self) -> None:
+        """Call the users' hooks, in the order in which they were attached."""
         for hook in self._step_hooks:
             hook(self)

@@ -60,7 +60,7 @@ class CheckedOptimizer:
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         raise NotImplementedError
 
-    def _compare_with_draws(self) -> None:
+    def compare_with_draws(self) -> None:
         """Refuse a batch that is not one that was drawn.
 
         Raises:
@@ -77,7 +77,7 @@ class CheckedOptimizer:
             )
         self._draws.check(self._samples(), final=not self._check_skip_next_step(pop_next=False))
 
-    def _check_world(self) -> None:
+    def check_world(self) -> None:
         """Refuse a model of one process where there are several.
 
         Raises:

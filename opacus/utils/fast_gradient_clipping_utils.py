@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from opacus.core.privacy.clipping import Clipped
 from opacus.core.step.loss_scale import SCALING, calling_scaler
-from opacus.core.step.losses import per_sample_losses
+from opacus.core.step.losses import MEANS, as_reduced, is_ctc, per_sample_losses
+from opacus.core.step.private_step import clip_batch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
@@ -87,22 +87,20 @@ class DPTensorFastGradientClipping(Tensor):
                 forward pass has been clipped in this step already.
         """
         self._check_accumulation()
-        self.optimizer.check_unchanged()
-        if not self.optimizer._clipped_batches:
-            self.module.start_sum()
-        scale = None if self.loss_scale is None else float(self.loss_scale)
-        self.module.norm_pass(self.loss_per_sample, retain_graph, loss_scale=scale)
-        self._norms_are_known(self.module.per_sample_gradient_norms)
-        clipped = self.module.clip()
-        self.module.sum_pass(self.loss_per_sample, clipped, retain_graph)
-        excluded = scale is not None and bool(_excluded(clipped).any())
-        self.optimizer.note_clipped_batch(scale, excluded, len(self.loss_per_sample))
+        clip_batch(
+            self.module,
+            self.optimizer,
+            self.loss_per_sample,
+            loss_scale=None if self.loss_scale is None else float(self.loss_scale),
+            retain_graph=retain_graph,
+            norms_are_known=self._norms_are_known,
+        )
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
 
     def _check_accumulation(self) -> None:
-        pending = self.optimizer._clipped_batches > 0
+        pending = self.optimizer.clipped_batches > 0
         if pending and not self.module.grad_accumulation_allowed:
             raise ValueError(
                 "Poisson sampling is not compatible with grad accumulation. Call "
@@ -212,11 +210,6 @@ def _plain(value: Tensor) -> Tensor:
         return value.as_subclass(Tensor)
 
 
-def _excluded(clipped: Any) -> Tensor:
-    excluded: Tensor = clipped.excluded if isinstance(clipped, Clipped) else clipped[1]
-    return excluded
-
-
 def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGradientClipping:
     """``function`` of the per-sample losses among ``operands``, as a private loss.
 
@@ -301,6 +294,8 @@ class DPLossFastGradientClipping:
             "optimizer.loss_reduction": optimizer.loss_reduction,
             "criterion.reduction": getattr(criterion, "reduction", loss_reduction),
         }
+        if reductions["criterion.reduction"] in MEANS:
+            reductions["criterion.reduction"] = "mean"
         if loss_reduction not in ("mean", "sum") or len(set(reductions.values())) > 1:
             raise ValueError(
                 "loss_reduction must be 'mean' or 'sum' and the same in the module, the "
@@ -342,8 +337,8 @@ class DPLossFastGradientClipping:
             )
         if shape is None:
             self._refuse_joined(losses)
+        rows = self._rows(losses, args, kwargs)
         losses = self._per_sample(losses, args, kwargs, self._samples(shape))
-        rows = _rows(args, kwargs)
         self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
@@ -367,7 +362,7 @@ class DPLossFastGradientClipping:
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         return per_sample_losses(
             losses,
-            rows=_rows(args, kwargs),
+            rows=self._rows(losses, args, kwargs),
             samples=samples,
             targets=targets,
             ignore_index=getattr(self.criterion, "ignore_index", None),
@@ -397,7 +392,15 @@ class DPLossFastGradientClipping:
         self.module._recorder.samples_are_told()
         return int(shape[0])
 
+    def _rows(self, losses: Any, args: Any, kwargs: Any) -> int | None:
+        ctc = is_ctc(self.criterion) and isinstance(losses, Tensor) and losses.dim() > 0
+        return len(losses) if ctc else _rows(args, kwargs)
+
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
+        losses = self._called(args, kwargs)
+        return as_reduced(self.criterion, losses, args, kwargs, self.loss_reduction)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         if not hasattr(self.criterion, "reduction"):
             if _takes_reduction(self.criterion):
                 kwargs = {**kwargs, "reduction": "none"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ ignore_gdp = pytest.mark.filterwarnings("ignore:The GDP accountant")
 
 @ignore_gdp
 @pytest.mark.filterwarnings("ignore:The .* Renyi order")
-@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld", "gdp"])
 @pytest.mark.parametrize(
     "target, rate, steps",
     [
@@ -109,10 +110,47 @@ def test_gap_in_epsilon_gives_the_largest_that_fits(monkeypatch: pytest.MonkeyPa
 
 
 def test_impossible_budget() -> None:
-    with pytest.raises(ValueError, match=r"too low.*'prv'"):
-        get_noise_multiplier(**{**BUDGET, "target_epsilon": 0.05}, steps=1000)
-    sigma = get_noise_multiplier(**{**BUDGET, "target_epsilon": 0.05}, steps=1000, accountant="prv")
-    assert sigma <= MAX_SIGMA
+    impossible = {"target_epsilon": 1e-9, "target_delta": 1e-15, "sample_rate": 1.0}
+    with pytest.raises(ValueError, match=r"too low.*'pld'"):
+        get_noise_multiplier(**impossible, steps=10**7)
+    for accountant in ("rdp", "prv", "pld"):
+        sigma = get_noise_multiplier(
+            **{**BUDGET, "target_epsilon": 0.05}, steps=1000, accountant=accountant
+        )
+        assert sigma <= MAX_SIGMA
+
+
+CORNERS = [
+    (0.01, 1e-15, 1.0, 10**7),
+    (0.01, 1e-2, 1e-3, 100),
+    (0.01, 1e-5, 1e-3, 10**7),
+    (1.0, 1e-6, 1e-7, 10**7),
+    (10.0, 1e-10, 1e-3, 10**6),
+    (1000.0, 1e-5, 0.01, 10**7),
+    (1000.0, 1e-15, 1e-7, 10**7),
+    (1000.0, 1e-15, 1e-3, 1),
+]
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
+@pytest.mark.parametrize("target, delta, rate, steps", CORNERS)
+def test_corners_take_seconds(
+    accountant: str, target: float, delta: float, rate: float, steps: int
+) -> None:
+    start = time.process_time()
+    sigma = get_noise_multiplier(
+        target_epsilon=target,
+        target_delta=delta,
+        sample_rate=rate,
+        steps=steps,
+        accountant=accountant,
+    )
+    assert time.process_time() - start < 5.0
+    book = create_accountant(accountant)
+    book.history = [(sigma, rate, steps)]
+    assert book.get_epsilon(delta) <= target
+    book.history = [(0.8 * sigma, rate, steps)]
+    assert book.get_epsilon(delta) > target
 
 
 @pytest.mark.parametrize(

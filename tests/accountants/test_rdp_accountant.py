@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import mpmath
 import numpy as np
@@ -26,13 +27,45 @@ class TestRDPAccountant(BoundContract):
         assert RDPAccountant().get_privacy_spent(delta=DELTA) == (0.0, 0.0)
 
 
+def test_orders_beyond_the_default_ones_are_found() -> None:
+    """At delta = 1e-5 the largest default order alone cannot prove less than 0.1."""
+    accountant = RDPAccountant()
+    accountant.history = [(100.0, 0.001, 1000)]
+    epsilon, order = accountant.get_privacy_spent(delta=DELTA)
+    assert order > max(RDPAccountant.DEFAULT_ALPHAS)
+    # dp-accounting's privacy loss distribution gives 0.000464 (interval 1e-6).
+    assert 0.000464 < epsilon < 0.0006
+    assert accountant.get_epsilon(DELTA, np.geomspace(1.1, 1e5, 3000)) >= epsilon * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("sigma", [0.02, 0.05, 300.0, 1e5])
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-15])
+def test_found_orders_are_valid_and_close(sigma: float, delta: float) -> None:
+    """The Gaussian mechanism, exactly; small noise wants orders near 1, large noise large ones."""
+    accountant = RDPAccountant()
+    accountant.history = [(sigma, 1.0, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        default = accountant.get_epsilon(delta, RDPAccountant.DEFAULT_ALPHAS)
+    epsilon = accountant.get_epsilon(delta)
+    exact = mp_gaussian_epsilon(sigma, delta)
+    assert exact <= epsilon <= default
+    assert epsilon <= 1.2 * exact + 5e-3
+
+
+def mp_gaussian_epsilon(sigma: float, delta: float) -> float:
+    from opacus.accountants.analysis.gdp import eps_from_mu
+
+    return eps_from_mu(mu=1.0 / sigma, delta=delta)
+
+
 @pytest.mark.filterwarnings("default:The .* Renyi order")
 def test_warns_when_more_orders_would_help() -> None:
     accountant = RDPAccountant()
-    accountant.history = [(20.0, 1e-4, 1)]
+    accountant.history = [(20.0, 1e-3, 10)]
     with pytest.warns(UserWarning, match="largest Renyi order"):
-        loose = accountant.get_epsilon(DELTA)
-    assert accountant.get_epsilon(DELTA, alphas=np.geomspace(1.1, 1e5, 300)) < loose / 10
+        loose = accountant.get_epsilon(DELTA, RDPAccountant.DEFAULT_ALPHAS)
+    assert accountant.get_epsilon(DELTA) < loose / 10
 
 
 def moment_by_quadrature(q: float, sigma: float, order: float) -> float:

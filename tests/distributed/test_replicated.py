@@ -466,7 +466,7 @@ def test_two_gpus(mode: str, deferred: bool) -> None:
 
 
 def test_the_worked_example_of_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "fsdp_norms.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "fsdp.md").read_text()
     rank_0 = torch.tensor([[1, 2, 3, 4, 5, 6], [0.5, 1, 1.5, 2, 2.5, 3]])
     rank_1 = torch.tensor([[2, 1, 4, 2, 3, 1], [1, 0.5, 2, 1, 1.5, 0.5]])
     parts = [part.square().sum(1) for part in (rank_0, rank_1)]

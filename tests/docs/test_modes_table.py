@@ -21,9 +21,10 @@ ELSEWHERE = {"no_op", "ghost_tp"}
 
 def table() -> dict[str, dict[str, str]]:
     """The cells of each mode by the heads of their columns."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    text = PAGE.read_text()
+    lines = text[text.index("| `grad_sample_mode` |") :].split("\n\n")[0].splitlines()
     heads = _cells(lines[0])
-    rows = [_cells(line) for line in lines[2:] if len(_cells(line)) == len(heads)]
+    rows = [_cells(line) for line in lines[2:]]
     return {row[0].split("`")[1]: dict(zip(heads, row, strict=True)) for row in rows}
 
 

@@ -50,3 +50,16 @@ def test_python_can_be_parsed(page: Path) -> None:
     for language, code in FENCE.findall((ROOT / page).read_text("utf-8")):
         if language == "python":
             compile(code, str(page), "exec")
+
+
+# Half the words, twice the use: docs and the Markdown of memory_test together, and single pages.
+MOST_WORDS = {"docs/privacy.md": 1200, "docs/sharp_edges.md": 1000}
+MOST_WORDS_TOGETHER = 20_000
+
+
+def test_pages_are_short() -> None:
+    words = {str(p): len((ROOT / p).read_text("utf-8").split()) for p in PAGES}
+    assert not {page for page, most in MOST_WORDS.items() if words[page] > most}
+    counted = [n for page, n in words.items() if page.startswith(("docs/", "memory_test/"))]
+    assert len(counted) > 20
+    assert sum(counted) <= MOST_WORDS_TOGETHER

@@ -17,8 +17,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["quickstart.md", "zh/quickstart.md", "deferred_norms.md", "modes.md"]
-OTHERS = ["huggingface.md"]  # other people's tools, which warn of other people's changes
+PAGES = ["quickstart.md", "zh/quickstart.md", "modes.md", "index.md", "../README.md"]
+OTHERS = [
+    "huggingface.md",
+    "accelerate.md",
+    "lightning.md",
+]  # other people's tools, which warn of other people's changes
+ON_RANKS = ["quickstart.md", "zh/quickstart.md", "fsdp.md", "../README.md", "huggingface.md"]
 # How a script says that it is for several processes.
 STARTS_RANKS = ("init_process_group", "fsdp=True")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -111,7 +116,7 @@ def test_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "script"), [(n, s) for n in PAGES + OTHERS for s in read(n).distributed]
+    ("name", "script"), [(n, s) for n in ON_RANKS for s in read(n).distributed]
 )
 def test_a_distributed_script_runs_on_two_processes(name: str, script: str, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -120,7 +125,7 @@ def test_a_distributed_script_runs_on_two_processes(name: str, script: str, tmp_
 
 
 def test_the_pages_that_promise_it_have_a_distributed_script() -> None:
-    for name in ("quickstart.md", "zh/quickstart.md", "deferred_norms.md", "huggingface.md"):
+    for name in ON_RANKS:
         assert read(name).distributed, name
 
 

@@ -6,16 +6,18 @@ import json
 import re
 import shutil
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from memory_test.benchmarks import experiment_plots, experiment_tables, measured, tables
+from memory_test.benchmarks.measured import OURS
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 SMALL_SERIES = Path(__file__).parents[1] / "memory_test" / "data" / "results"
 REDRAW = "run memory_test/benchmarks/experiment_plots.py"
+README = tables.ROOT / "README.md"
 PAGE = next(path for path in tables.DOCUMENTS if path.name == "experiments.md")
-NORMS = next(path for path in tables.DOCUMENTS if path.name.startswith("NORM_"))
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -25,10 +27,29 @@ def test_the_figures_of_a_document_are_those_of_the_results(path: Path) -> None:
     assert tables.filled(text) == text, "run memory_test/benchmarks/tables.py"
 
 
-def test_every_table_has_a_place() -> None:
-    text = PAGE.read_text("utf-8") + NORMS.read_text("utf-8")
-    found = {match[2] for match in tables.MARKED.finditer(text)}
-    assert found == set(experiment_tables.TABLES)
+def test_every_table_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(list(experiment_tables.TABLES)) == 0
+    printed = capsys.readouterr().out
+    for name in experiment_tables.TABLES:
+        assert tables.TABLES[name]() in printed, name
+    assert tables.main(["no such table"]) == 2
+
+
+def test_all_cells_are_in_one_file() -> None:
+    assert tables.cells_csv() == tables.CELLS.read_text("utf-8"), "run tables.py"
+    assert len(tables.CELLS.read_text("utf-8").splitlines()) == len(measured.all_cells()) + 1
+
+
+def test_the_readme_gives_medians_and_ranges_over_all_cells() -> None:
+    cells = measured.all_cells()
+    ours = [c for c in cells if (c.mode, c.package, c.deferred) == ("ghost_fsdp_bk", OURS, False)]
+    ratios = [c.ms / plain.ms for c in ours if (plain := measured.baseline(c, cells))]
+    line = next(
+        line for line in README.read_text("utf-8").splitlines() if "_fsdp_bk` | this" in line
+    )
+    found = [cell.strip() for cell in line.split("|")]
+    expected = f"{min(ratios):.2f}–{max(ratios):.2f}×"
+    assert found[4:7] == [str(len(ratios)), f"{median(ratios):.2f}×", expected]
 
 
 def test_the_plots_were_drawn_from_the_results() -> None:
@@ -64,6 +85,7 @@ def small_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_new_series_changes_the_document(small_series: Path) -> None:
     text = tables.filled(PAGE.read_text("utf-8"))
     assert text != PAGE.read_text("utf-8")
+    text = experiment_tables.runs()
     assert "### small" in text and "a try." in text
     bundle = measured.bundles()["small"]
     for result in experiment_tables.groups_of(bundle)[0].results:

@@ -84,6 +84,7 @@ def test_per_layer_clipping(mode: str) -> None:
     assert_close(runs[1], runs[0])
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("unscale", [False, True])
 def test_adaptive_clipping_sees_true_norms(unscale: bool) -> None:
     def final(amp: Any, mode: str) -> float:

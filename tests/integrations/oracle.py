@@ -48,7 +48,9 @@ def clipped_sum(
     norms = []
     for row in rows:
         grads = torch.autograd.grad(loss(exact, row), parameters, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+        grads = [
+            torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)
+        ]
         norm = float(torch.stack([g.norm() for g in grads]).norm())
         norms.append(norm)
         for name, grad in zip(names, grads, strict=True):

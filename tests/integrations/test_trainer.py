@@ -33,7 +33,9 @@ class Watched(DPTrainer):
         return super().training_step(model, inputs, *args)
 
 
-def trained(cls: Any, model: Any, folder: Path, data: Any, privacy: Any = None, **changes: Any) -> Any:
+def trained(
+    cls: Any, model: Any, folder: Path, data: Any, privacy: Any = None, **changes: Any
+) -> Any:
     more = {} if privacy is None else {"privacy": privacy}
     init = {k: changes.pop(k) for k in ("compute_loss_func", "eval_dataset") if k in changes}
     trainer = cls(
@@ -78,7 +80,13 @@ def test_heads_of_bert(tmp_path: Path, head: str, smoothing: float) -> None:
         transformers.Trainer, bert(head, num_labels=labels), tmp_path, data, max_grad_norm=0, **more
     )
     ours = trained(
-        DPTrainer, bert(head, num_labels=labels), tmp_path, data, DPArguments(**HUGE), **more, **SPLIT
+        DPTrainer,
+        bert(head, num_labels=labels),
+        tmp_path,
+        data,
+        DPArguments(**HUGE),
+        **more,
+        **SPLIT,
     )
     assert differ(weights(plain.model), weights(bert(head, num_labels=labels))) > 1e-3
     assert differ(weights(plain.model), weights(ours.model)) < 2e-6
@@ -219,7 +227,9 @@ def test_the_trainers_seed_says_nothing_of_noise_and_draws(tmp_path: Path) -> No
 
 def test_max_grad_norm_of_the_trainer_changes_nothing(tmp_path: Path) -> None:
     runs = [
-        trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED, max_grad_norm=m)
+        trained(
+            DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED, max_grad_norm=m
+        )
         for m in (1e-4, 0.0)
     ]
     assert differ(weights(runs[0].model), weights(runs[1].model)) == 0.0
@@ -236,7 +246,14 @@ def test_epsilon_in_logs_and_card(tmp_path: Path) -> None:
     assert norms and norms[0]["private/grad_norm_p10"] <= norms[0]["private/grad_norm_p90"]
     trainer.save_model(str(tmp_path / "model"))
     card = (tmp_path / "model" / "README.md").read_text()
-    for words in ("epsilon | 2.9", "0.001", "example", "prv, 5 steps", "Poisson, rate 0.1", "ghost_bk"):
+    for words in (
+        "epsilon | 2.9",
+        "0.001",
+        "example",
+        "prv, 5 steps",
+        "Poisson, rate 0.1",
+        "ghost_bk",
+    ):
         assert words in card, words
     trainer.save_model(str(tmp_path / "model"))  # the section is replaced, not repeated
     assert (tmp_path / "model" / "README.md").read_text() == card
@@ -263,3 +280,17 @@ def test_evaluation_and_schedule(tmp_path: Path) -> None:
         assert len(want) == 3 and want == pytest.approx(got, abs=1e-5), name
     assert differ(weights(plain.model), weights(ours.model)) < 1e-6
     assert not ours.model._forward_hooks and not ours.model._forward_pre_hooks
+
+
+def test_workers_columns_and_counts(tmp_path: Path) -> None:
+    """A data set with a column that the model does not know, two workers, tokens counted."""
+    datasets = pytest.importorskip("datasets")
+    texts = Texts(12, (3, 6))
+    rows = [{**texts[i], "title": f"text {i}"} for i in range(len(texts))]
+    more = {**FIXED, "include_num_input_tokens_seen": "non_padding", "dataloader_num_workers": 2}
+    data = datasets.Dataset.from_list(rows)
+    trainer = trained(DPTrainer, llama(), tmp_path, data, DPArguments(**HUGE), **more, **SPLIT)
+    assert trainer.state.num_input_tokens_seen == sum(len(row["input_ids"]) for row in rows)
+    assert trainer.state.total_flos > 0
+    same = trained(DPTrainer, llama(), tmp_path, texts, DPArguments(**HUGE), **FIXED)
+    assert differ(weights(trainer.model), weights(same.model)) < 1e-6

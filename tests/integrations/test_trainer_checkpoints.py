@@ -23,7 +23,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 BUDGET = DPArguments(target_epsilon=3.0, delta=1e-3)
 
 
-def trainer_of(folder: Path, model: Any = None, privacy: DPArguments = BUDGET, **changes: Any) -> Any:
+def trainer_of(
+    folder: Path, model: Any = None, privacy: DPArguments = BUDGET, **changes: Any
+) -> Any:
     evaluation = {"eval_dataset": changes.pop("eval_dataset")} if "eval_dataset" in changes else {}
     return DPTrainer(
         llama() if model is None else model, arguments(folder, **{**SAVING, **changes}),
@@ -45,7 +47,7 @@ class KillAt(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_killed_and_resumed(tmp_path: Path, optim: str) -> None:
+def test_killed_and_resumed(tmp_path: Path, optim: str, caplog: pytest.LogCaptureFixture) -> None:
     more = {"optim": optim, "lr_scheduler_type": "linear", "learning_rate": 0.01}
     whole = trainer_of(tmp_path / "whole", **more)
     whole.train()
@@ -56,9 +58,14 @@ def test_killed_and_resumed(tmp_path: Path, optim: str) -> None:
     resumed = trainer_of(tmp_path / "run", **more)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == len(resumed.privacy_engine.accountant) == 6
-    assert resumed.get_epsilon() == pytest.approx(whole.get_epsilon()) and resumed.get_epsilon() > 2.8
-    rates = [[h["learning_rate"] for h in t.state.log_history if "loss" in h] for t in (whole, resumed)]
+    assert (
+        resumed.get_epsilon() == pytest.approx(whole.get_epsilon()) and resumed.get_epsilon() > 2.8
+    )
+    rates = [
+        [h["learning_rate"] for h in t.state.log_history if "loss" in h] for t in (whole, resumed)
+    ]
     assert rates[0] == pytest.approx(rates[1])
+    assert "has not been iterated" not in caplog.text  # the private loader is, when resuming too
 
 
 def test_a_resumed_step_has_other_noise(tmp_path: Path) -> None:
@@ -102,7 +109,9 @@ def test_a_checkpoint_without_an_accountant_is_refused(tmp_path: Path) -> None:
 def test_files_of_different_steps_are_refused(tmp_path: Path) -> None:
     trainer_of(tmp_path).train()
     shutil.copy(tmp_path / "checkpoint-2" / "privacy.pt", tmp_path / "checkpoint-6")
-    with pytest.raises(ValueError, match=r"privacy\.pt is of step 2, trainer_state\.json of step 6"):
+    with pytest.raises(
+        ValueError, match=r"privacy\.pt is of step 2, trainer_state\.json of step 6"
+    ):
         trainer_of(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -18,7 +18,7 @@ from tests.integrations.tiny import Texts, arguments, collate, llama, weights
 pytest.importorskip("transformers")
 
 CLIPPING_NORM, STEPS, LR = 0.3, 5, 0.5
-WAYS = {"ddp": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
+WAYS = {"ddp": {}, "wrapped": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
 
 
 def become_rank(rank: int, world_size: int) -> None:
@@ -60,7 +60,12 @@ def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:
 
 def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dict[str, Any]:
     become_rank(rank, world_size)
-    trainer = trainer_of(folder, way)
+    if way == "wrapped":  # by the user, beforehand
+        from opacus.utils.fsdp_utils import FSDP2Wrapper
+
+        trainer = trainer_of(folder, way, FSDP2Wrapper(llama()))
+    else:
+        trainer = trainer_of(folder, way)
     trainer.train()
     after = [w for _, w in trainer.seen[1:]] + [whole(trainer.model)]
     model, norms, sizes, worst = llama(), [], [], 0.0
@@ -84,12 +89,12 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "wrapped"])
 def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str) -> None:
     import transformers
 
     first, second = run_distributed(against_the_oracle, 2, str(tmp_path), way, timeout=120)
-    assert first["mode"] == {"ddp": "ghost_bk", "fsdp": "ghost_fsdp_bk"}[way]
+    assert first["mode"] == ("ghost_bk" if way == "ddp" else "ghost_fsdp_bk")
     assert first["expected"] == 4 and first["counted"] == second["counted"] == STEPS
     assert max(first["worst"], second["worst"]) < 2e-5
     assert min(first["norms"]) > CLIPPING_NORM  # all are clipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
 from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
+from opacus.integrations.transformers.placement import refuse_plugin  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -29,13 +31,20 @@ PRIVACY = DPArguments(noise_multiplier=1.0)
         ({"target_epsilon": 0.0}, "target_epsilon must be finite and above 0"),
         ({"target_epsilon": float("inf")}, "target_epsilon must be finite"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be finite and at least 0"),
-        ({"noise_multiplier": 1.0, "clipping_norm": 0.0}, "clipping_norm must be finite and above 0"),
+        (
+            {"noise_multiplier": 1.0, "clipping_norm": 0.0},
+            "clipping_norm must be finite and above 0",
+        ),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be below 1"),
         ({"noise_multiplier": 1.0, "grad_sample_mode": "fast"}, "grad_sample_mode must be one of"),
         ({"noise_multiplier": 1.0, "accountant": "none"}, "none"),
         ({"noise_multiplier": 1.0, "privacy_unit": "user"}, "privacy_unit must be one of .* users"),
         (
-            {"noise_multiplier": 1.0, "grad_sample_mode": "hooks", "log_private_gradient_norms": True},
+            {
+                "noise_multiplier": 1.0,
+                "grad_sample_mode": "hooks",
+                "log_private_gradient_norms": True,
+            },
             "log_private_gradient_norms",
         ),
     ],
@@ -132,3 +141,18 @@ def test_padding_on_the_left() -> None:
 def test_chunks_are_of_nearly_equal_size() -> None:
     batch = ChunkedCollate(collate, 4)([Texts()[i] for i in range(9)])
     assert batch.sizes == [3, 3, 3] and [len(c["input_ids"]) for c in batch.chunks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version=1"),
+        ({"cpu_offload": True}, "cpu_offload"),
+        ({"activation_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"cpu_ram_efficient_loading": True}, "first process alone"),
+    ],
+)
+def test_settings_of_fsdp(setting: dict[str, Any], words: str) -> None:
+    refuse_plugin(SimpleNamespace(fsdp_version=2))
+    with pytest.raises(ValueError, match=words):
+        refuse_plugin(SimpleNamespace(**setting))

@@ -19,6 +19,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from opacus.integrations.transformers import DPArguments, DPDPOTrainer, DPSFTTrainer  # noqa: E402
+from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -71,7 +72,9 @@ def preferences(count: int = 12) -> Any:
 
 def run(cls: Any, folder: Path, data: Any, kind: str, **changes: Any) -> Any:
     more = {"gradient_checkpointing": False, "max_grad_norm": 0, **changes}
-    init = {k: more.pop(k) for k in ("privacy", "ref_model", "peft_config", "eval_dataset") if k in more}
+    init = {
+        k: more.pop(k) for k in ("privacy", "ref_model", "peft_config", "eval_dataset") if k in more
+    }
     trainer = cls(
         model=llama(), args=arguments(folder, kind, **more), train_dataset=data,
         processing_class=tokenizer(), **init,
@@ -84,7 +87,9 @@ def run(cls: Any, folder: Path, data: Any, kind: str, **changes: Any) -> Any:
 def watched(cls: Any) -> Any:
     class Watched(cls):
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
-            self.__dict__.setdefault("seen", []).append((copy.deepcopy(inputs), weights(self.model)))
+            self.__dict__.setdefault("seen", []).append(
+                (copy.deepcopy(inputs), weights(self.model))
+            )
             return super().training_step(model, inputs, *args)
 
     return Watched
@@ -104,7 +109,9 @@ def test_sft_without_noise_is_the_plain_one(tmp_path: Path, checkpointing: bool)
     assert sum("eval_loss" in h for h in ours.state.log_history) == 3
 
 
-@pytest.mark.parametrize("data", [texts(14, (3, 8, 5)), completions(14)], ids=["text", "completion"])
+@pytest.mark.parametrize(
+    "data", [texts(14, (3, 8, 5)), completions(14)], ids=["text", "completion"]
+)
 def test_sft_clipped_sums(tmp_path: Path, data: Any) -> None:
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3)
     trainer = run(
@@ -218,6 +225,18 @@ def test_dpo_with_adapters(tmp_path: Path) -> None:
     assert 7 < trainer.get_epsilon() <= 8
     moved = {n for n, w in weights(trainer.model).items() if not torch.equal(w, trainer.start[n])}
     assert moved and all("lora_" in n for n in moved)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_dpo_without_pairs_in_a_step(tmp_path: Path, mode: str) -> None:
+    class Empty(DPDPOTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            return super().training_step(model, LogicalBatch([], []), *args)
+
+    privacy = DPArguments(noise_multiplier=0.0, grad_sample_mode=mode)
+    trainer = run(Empty, tmp_path, preferences(), "DPOConfig", privacy=privacy, ref_model=llama())
+    assert differ(weights(trainer.model), trainer.start) == 0.0
+    assert len(trainer.privacy_engine.accountant) == 2
 
 
 def test_losses_of_dpo_that_join_pairs_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,6 @@ class Isolation:
         ranks: ModelRanks | None = None,
     ) -> None:
         self.model = model
-        self.recorder = recorder
         self.batch_first = batch_first
         self.shared = shared
         self.sees_loss = sees_loss
@@ -126,22 +125,12 @@ class Isolation:
         self.schedule = Schedule()
         self.on = switched_on(VARIABLE, default=True)
         self._said: set[str] = set()
-        self._watch: Watch | None = None
-        self._pending: list[Watch] = []
         self._refusal: str | None = None
         self._meetings: Meetings | None = None
         if ranks is not None and ranks.count > 1:
             self._meetings = Meetings(ranks_with(model), "isolation")
-        self._probe = Probe(
-            model,
-            recorder,
-            plain=ranks is None and not replicated,
-            any_rank=self._any_rank,
-        )
-        recorder.handles += [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
+        self._plain = ranks is None and not replicated
+        self.attach(recorder)
         if not self.on and not Isolation._warned:
             Isolation._warned = True
             warnings.warn(
@@ -149,6 +138,18 @@ class Isolation:
                 "samples of its batch, which no clipping would bound",
                 stacklevel=6,
             )
+
+    def attach(self, recorder: Recorder) -> None:
+        """Watch the model through this recorder, from its next batch on."""
+        self.recorder = recorder
+        self.schedule.checks = 0
+        self._watch: Watch | None = None
+        self._pending: list[Watch] = []
+        self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
+        recorder.handles += [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after),
+        ]
 
     @property
     def interval(self) -> int:

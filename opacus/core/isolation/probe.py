@@ -187,9 +187,11 @@ class Probe:
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
         squares: dict[str, Tensor] = {}
+        layers = self._recorder.layers
+        unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
         for name, parameter in self._model.named_parameters():
             grad, parameter.grad = parameter.grad, None
-            if grad is not None:
+            if grad is not None and name not in unheld:
                 squares[name] = _square(grad) / len(places) ** 2
         return dict(zip(squares, _floats(list(squares.values())), strict=True))
 

@@ -85,14 +85,14 @@ class LayerHooks:
         if self._swapped:
             kept = self._swapped.pop()
             self.layer.module._parameters.update(kept)
-            if len(kept) == len(self.layer.spec.params):
+            if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
             self.recorder.note_rows(self.layer, output)
             return None
         compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
         if compiling and _is_plain(args, kwargs, output):
-            names = self._trainable_names()
+            names = self.layer.trained_names()
             return compiled_tap.tap(output, args[0], self, names) if names else None
         try:
             tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
@@ -107,15 +107,6 @@ class LayerHooks:
         if self.recorder.whose.indices.follows:
             self.recorder.check_rows(self.layer, (args, kwargs), tapped)
         return tapped
-
-    def _trainable_names(self) -> tuple[str, ...]:
-        """As ``Layer.trainable_now``, but equal in equal layers."""
-        parameters: list[str] = []
-        for name in self.layer.spec.params:
-            parameter = self.layer.module._parameters.get(name)
-            if parameter is not None and parameter.requires_grad:
-                parameters.append(name)
-        return tuple(parameters)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """See :meth:`Taps.begin_compiled`."""

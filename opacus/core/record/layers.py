@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
@@ -24,6 +24,7 @@ class Layer:
             if it goes by what the model says.
         features: Number of last dimensions of the output that are not samples or time
             steps; ``None`` if unknown.
+        unheld: Local names of parameters that the optimizer does not hold, which count as frozen.
     """
 
     module: nn.Module
@@ -33,6 +34,7 @@ class Layer:
     shared: bool = False
     batch_first: bool | None = None
     features: int | None = None
+    unheld: frozenset[str] = frozenset()
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
 
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
@@ -47,14 +49,18 @@ class Layer:
         return self._parts[params]
 
     def trainable_now(self) -> LayerSpec:
-        """The spec restricted to the parameters that still require gradients."""
-        parameters, spec = self.module._parameters, self.spec
-        for name in spec.params:
-            parameter = parameters.get(name)
-            if parameter is None or not parameter.requires_grad:
-                names = tuple(n for n in spec.params if _requires_grad(parameters.get(n)))
-                return self.part(names)
-        return spec
+        """The spec restricted to the parameters that the optimizer still trains."""
+        names = self.trained_names()
+        return self.spec if len(names) == len(self.spec.params) else self.part(names)
+
+    def trained_names(self) -> tuple[str, ...]:
+        """Local names of the parameters that require gradients and that the optimizer holds."""
+        names: list[str] = []
+        for name in self.spec.params:
+            parameter = self.module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad and name not in self.unheld:
+                names.append(name)
+        return tuple(names)
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
@@ -96,7 +102,3 @@ def _mark_shared(layers: list[Layer]) -> None:
             holders.setdefault(owner, set()).add(layer.spec.name)
     for layer in layers:
         layer.shared = any(len(holders[owner]) > 1 for owner in layer.owners.values())
-
-
-def _requires_grad(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad

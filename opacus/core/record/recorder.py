@@ -381,16 +381,16 @@ class Recorder:
         """Build the record of one use and hand it to the sink.
 
         Raises:
-            RuntimeError: The backward pass itself is going to be differentiated.
+            RuntimeError: The gradient is to be differentiated again, in which parameters take
+                part past the taps.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{use.spec} is private and gets a backward pass with create_graph=True (as for a "
-                "gradient penalty or a Hessian product): what its parameters contribute to "
-                "gradients of gradients is not recorded, and the private sum would miss it. "
-                "For gradients through which no parameter is trained, call eval() before the "
-                "forward pass or leave create_graph out; else form the per-sample gradients "
-                "yourself, with grad_sample_mode='no_op'"
+                f"a gradient through {use.spec} is taken with create_graph=True, of the private "
+                "model in train mode. What a second backward pass (of a gradient penalty, say) "
+                "asks of the parameters cannot be clipped here. Use grad_sample_mode='no_op' and "
+                "form per-sample gradients by torch.func (vmap of grad), or call disable_hooks() "
+                "or eval() before the forward pass if parameters do not learn from it"
             )
         generation = use.forward_pass.generation
         generation.waiting.discard(use)

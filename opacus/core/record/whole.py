@@ -118,7 +118,13 @@ class LoneSample:
                 parameter = own.get(local)
                 if is_alias(parameter):
                     return False
-                if parameter is not None and parameter.requires_grad:
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if local in layer.unheld:
+                    unheld = parameter.detach()
+                    self._replaced.append((own, local, parameter, unheld))
+                    own[local] = unheld  # type: ignore[assignment]
+                else:
                     parameters[owner] = parameter
                     places.append((own, local, owner, parameter))
         if not places:

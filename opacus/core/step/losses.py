@@ -4,7 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Reductions of torch's losses that are means over samples.
+MEANS = ("mean", "batchmean")
+
+
+def is_ctc(criterion: Any) -> bool:
+    """Whether this is torch's CTC loss, whose first argument has time first."""
+    return isinstance(criterion, nn.CTCLoss) or criterion is functional.ctc_loss
+
+
+def as_reduced(criterion: Any, losses: Any, args: Any, kwargs: Any, reduction: str) -> Any:
+    """Unreduced losses, after what torch's own mean does to each sample's before the mean.
+
+    ``"batchmean"`` adds up all elements of a row; CTC divides by the length of the target.
+
+    Args:
+        criterion: The user's, with its own ``reduction``.
+        losses: What it returned without reduction.
+        args: What it was called with.
+        kwargs: The same.
+        reduction: ``"mean"`` or ``"sum"`` over samples.
+    """
+    if not isinstance(losses, Tensor) or losses.dim() == 0:
+        return losses
+    if getattr(criterion, "reduction", None) == "batchmean":
+        return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
+    if not is_ctc(criterion) or reduction != "mean":
+        return losses
+    lengths = kwargs["target_lengths"] if "target_lengths" in kwargs else args[3]
+    return losses / torch.as_tensor(lengths, device=losses.device).clamp(min=1)
 
 
 def per_sample_losses(

@@ -45,6 +45,10 @@ class Materialise:
         self._waiting: dict[tuple[str, int, int], list[Record]] = {}
         self._elements: dict[tuple[str, int, int], int] = {}
 
+    def go_on_from(self, other: Materialise) -> None:
+        """Take the place of another one, of the same model with fewer layers."""
+        self._last = other._last
+
     def receive(self, record: Record) -> None:
         """Sink of the recorder.
 

@@ -10,14 +10,13 @@ Note [What is compared]
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares
-from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sharded import local_of
 from opacus.core.record.record import Record
 
 # Relative difference of squared norms of rows that are still the same.
@@ -25,32 +24,77 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 TOLERANCE_OF_HALF = 2e-2
 
 
+class Sight(NamedTuple):
+    """What one record looked like.
+
+    Attributes:
+        layer: Of the record.
+        squares: ``[rows]`` squared norms of its tensors.
+        tolerance: Relative difference that is none.
+    """
+
+    layer: str
+    squares: list[Tensor]
+    tolerance: float
+
+
 class Seen:
-    """What one backward pass showed of each use of each layer, in order."""
+    """What a backward pass showed of each use of each layer, and what its replay shows."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, deque[list[Tensor]]] = defaultdict(deque)
+        self._measured: dict[str, list[Sight]] = {}
+        self._replayed: dict[str, list[Sight]] = {}
 
-    def note(self, record: Record) -> None:
+    def measured(self, record: Record) -> None:
         """A record of the pass that measures."""
-        self._uses[record.spec.name].append(_squares(record))
+        _note(self._measured, record)
 
-    def differs(self, record: Record) -> Tensor:
-        """``[rows]`` bool: which rows of a record of the replay are not those that were measured.
+    def replayed(self, record: Record) -> None:
+        """A record of the replay."""
+        _note(self._replayed, record)
 
-        Raises:
-            RuntimeError: The layer was not used so often; names it.
-        """
-        uses = self._uses[record.spec.name]
-        if not uses:
-            raise RuntimeError(f"{described(record)}: it was not used so often when measured")
-        odd = torch.zeros(record.batch, dtype=torch.bool, device=record.device)
-        for measured, now in zip(uses.popleft(), _squares(record), strict=True):
-            if measured.shape != now.shape:
-                return torch.ones_like(odd)
-            tolerance = TOLERANCE.get(_dtype(record), TOLERANCE_OF_HALF)
-            odd |= ~torch.isclose(now, measured, rtol=tolerance, atol=0.0, equal_nan=True)
-        return odd
+    def differs(self) -> Tensor | None:
+        """Whether any row differs, on the device; ``None`` if nothing was replayed."""
+        pairs = [pair for name, now in self._replayed.items() for pair in self._pairs(name, now)]
+        if not pairs:
+            return None
+        shapes = all(len(a) == len(b) for a, b, _ in pairs)
+        if not shapes:
+            return torch.ones((), dtype=torch.bool, device=pairs[0][0].device)
+        before = torch.cat([a for a, _, _ in pairs])
+        after = torch.cat([b for _, b, _ in pairs])
+        limit = max(tolerance for _, _, tolerance in pairs)
+        return ~torch.isclose(after, before, rtol=limit, atol=0.0, equal_nan=True).all()
+
+    def first_that_differs(self) -> str:
+        """The name of a layer whose rows differ; looks at the device's memory."""
+        for name, now in self._replayed.items():
+            for before, after, limit in self._pairs(name, now):
+                same = len(before) == len(after) and bool(
+                    torch.isclose(after, before, rtol=limit, atol=0.0, equal_nan=True).all()
+                )
+                if not same:
+                    return name
+        return next(iter(self._replayed))
+
+    def _pairs(self, name: str, now: list[Sight]) -> list[tuple[Tensor, Tensor, float]]:
+        """Squared norms then and now of one layer, use after use."""
+        before = self._measured.get(name, [])
+        if len(before) != len(now):
+            empty = now[0].squares[0]
+            return [(empty[:0], torch.cat([empty, empty.new_ones(1)]), 0.0)]
+        return [
+            (a, b, sight.tolerance)
+            for known, sight in zip(before, now, strict=True)
+            for a, b in zip(known.squares, sight.squares, strict=True)
+        ]
+
+
+def _note(sights: dict[str, list[Sight]], record: Record) -> None:
+    first = record.backprops[0] if isinstance(record.backprops, tuple) else record.backprops
+    limit = TOLERANCE.get(first.dtype, TOLERANCE_OF_HALF)
+    name = record.spec.name
+    sights.setdefault(name, []).append(Sight(name, _squares(record), limit))
 
 
 REPLAY_ADVICE = (
@@ -60,10 +104,10 @@ REPLAY_ADVICE = (
 )
 
 
-def described(record: Record) -> str:
+def described(layer: str) -> str:
     """The start of the message about a layer whose replay is not what was measured."""
     return (
-        f"{record.spec} computed something else when the backward pass was run again for the "
+        f"layer '{layer}' computed something else when the backward pass was run again for the "
         "clipped sum than when its norms were measured"
     )
 
@@ -79,14 +123,9 @@ def _squares(record: Record) -> list[Tensor]:
 
 def _rows_squared(tensor: Any, rows: int) -> Tensor:
     """``[rows]``; of this rank's part of a tensor that is split over ranks."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local: Tensor = local_of(tensor)
     if not local.is_floating_point():
         local = local.float()  # indices
     if len(local) == rows:
         return sum_of_squares(local)
     return sum_of_squares(local.reshape(1, -1)).expand(rows)  # split along the samples
-
-
-def _dtype(record: Record) -> torch.dtype:
-    first = record.backprops
-    return (first[0] if isinstance(first, tuple) else first).dtype  # type: ignore[no-any-return]

@@ -61,6 +61,8 @@ class Ghost:
 
     # Whether the graph is needed again after the norm pass.
     retains_graph: ClassVar[bool] = True
+    # On a GPU: whether the latest sum is not of what was measured; None where that is known.
+    doubt: Tensor | None = None
 
     def __init__(
         self,
@@ -83,6 +85,11 @@ class Ghost:
         # Forward passes in the running norm pass, and those in the clipped sum already.
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
+
+    def go_on_from(self, other: Ghost) -> None:
+        """Take the place of another one, of the same model with fewer layers."""
+        self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
+        self._summed = other._summed
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
@@ -275,14 +282,13 @@ class TwoPass(Ghost):
     and what a layer shows is compared with what was measured. In it FSDP2 finds in
     ``unsharded.grad`` exactly the clipped gradient to reduce. See :class:`Ghost` for the arguments.
 
-    Guarantee: a row whose backprops are not those that were measured contributes nothing. On the
-    CPU that is an error at once. On a GPU, where looking would make the host wait, it is one
-    before the next norm pass.
+    Guarantee: a sum of rows that are not those that were measured is never released. On the CPU
+    that is an error at once; on a GPU, where looking would make the host wait, :attr:`doubt` says
+    so to whoever releases.
     """
 
     _weighting: Weighting | None = None
-    _seen = Seen()
-    _odd: Tensor | None = None  # on a GPU: whether any row of the latest replays differed
+    _seen: Seen
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder."""
@@ -291,21 +297,10 @@ class TwoPass(Ghost):
             return
         super().receive(record)
         if self.phase is Phase.NORMS:
-            self._seen.note(record)
+            self._seen.measured(record)
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
-        """See :meth:`Ghost.norm_pass`.
-
-        Raises:
-            RuntimeError: The replay before, on a GPU, was not what was measured.
-        """
-        odd, self._odd = self._odd, None
-        if odd is not None and bool(odd):
-            raise RuntimeError(
-                "in the step before, layers computed something else when the backward pass was "
-                "run again for the clipped sum than when norms were measured; the samples "
-                f"concerned were left out there. {REPLAY_ADVICE}"
-            )
+        """See :meth:`Ghost.norm_pass`."""
         self._seen = Seen()
         super().norm_pass(losses, retain_graph)
 
@@ -325,6 +320,7 @@ class TwoPass(Ghost):
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
+            self.doubt = self._compared()
         finally:
             self._weighting = self.ledger = None
             self._seen = Seen()
@@ -349,29 +345,28 @@ class TwoPass(Ghost):
                 for name, grad in formed.items()
                 if grad is not None
             }
-        odd = self._compared(record)
+        self._seen.replayed(record)
         sums: dict[str, Tensor] = {}
         for names in weighting.together(record):
-            sums |= weighting.sums(record, names, odd)
+            sums |= weighting.sums(record, names)
         return sums
 
-    def _compared(self, record: Record) -> Tensor | None:
-        """``[rows]`` which rows were not measured like this; ``None`` on a CPU, if none.
+    def _compared(self) -> Tensor | None:
+        """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
 
         Raises:
-            RuntimeError: On a CPU, if there is any.
+            RuntimeError: On a CPU, if it does; names the layer.
         """
-        odd = self._seen.differs(record)
-        if odd.device.type == "cpu":
-            if bool(odd.any()):
-                raise RuntimeError(f"{described(record)}. {REPLAY_ADVICE}")
-            return None
-        any_odd = odd.any()
-        self._odd = any_odd if self._odd is None else self._odd | any_odd
-        return odd
+        differs = self._seen.differs()
+        if differs is None or differs.is_cuda:
+            return differs
+        if bool(differs):
+            name = self._seen.first_that_differs()
+            raise RuntimeError(f"{described(name)}. {REPLAY_ADVICE}")
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_weighting": None, "_odd": None, "_seen": Seen()}
+        fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}
         return {**super().__getstate__(), **fresh}
 
 

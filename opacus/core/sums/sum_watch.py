@@ -70,7 +70,7 @@ class SumWatch:
             kept = self._same(scale).tolist()
             moved = {id(grad) for grad, same in zip(grads, kept, strict=True) if not same}
         elif blind:
-            self._moved = ~self._same(scale).all()
+            self.doubt(~self._same(scale).all())
         known = {id(grad) for grad in grads} - moved
         return [
             parameter
@@ -80,6 +80,11 @@ class SumWatch:
             and not is_processed(parameter.grad)
             and bool((local_of(parameter.grad) != 0).any())
         ]
+
+    def doubt(self, flag: Tensor | None) -> None:
+        """A sum may not be what was measured, as the device will know."""
+        if flag is not None:
+            self._moved = flag if self._moved is None else self._moved | flag
 
     def guarded(self, divisor: float | Tensor) -> float | Tensor:
         """What the noised sums are to be divided by: infinity, if the device has found a change."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
@@ -44,23 +43,18 @@ class Weighting:
         else:
             yield from ((name,) for name in names)
 
-    def sums(
-        self, record: Record, names: tuple[str, ...], odd: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def sums(self, record: Record, names: tuple[str, ...]) -> dict[str, Tensor]:
         """The clipped sums of parameters of a record that have the same factors.
 
         Args:
             record: The use of a layer.
             names: Local names of its parameters.
-            odd: ``[rows]`` bool, further rows that must not contribute; ``None``: there are none.
 
         Returns:
             Local name -> sum, of the parameter's shape, in at least fp32 where the rule can.
         """
         rows, device = record.batch, record.device
         excluded = None if self._excluded is None else self._excluded[:rows].to(device)
-        if odd is not None:
-            excluded = odd if excluded is None else excluded | odd
         factors = self.of(record.layer.owners[names[0]])[:rows].to(device)
         activations = record.activations if excluded is None else self._finite(record, excluded)
         backprops = scaled_rows_of(record.backprops, factors, excluded)
@@ -85,8 +79,3 @@ def scaled_rows_of(backprops: Any, factors: Tensor, excluded: Tensor | None) -> 
     if isinstance(backprops, tuple):
         return tuple(scaled_rows(g, factors, excluded) for g in backprops)
     return scaled_rows(backprops, factors, excluded)
-
-
-def no_factors(excluded: Tensor) -> Tensor:
-    """Factors ``[B]`` of a parameter that no sample has used."""
-    return torch.zeros(len(excluded), dtype=torch.float32, device=excluded.device)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers.trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -332,7 +333,7 @@ class DPTrainerMixin(PrivateSaving):
             wrap_model=False,
         )
         self._private, self._private_loader = private, loader
-        lone = getattr(private._recorder, "lone", None) if hasattr(private, "_recorder") else None
+        lone = getattr(getattr(private, "_recorder", None), "lone", None)
         if lone is not None and self.rows_per_example > 1:
             lone.rule_out("an example is several rows of the model's layers")
         self._criterion = criterion[0] if criterion else None
@@ -359,6 +360,17 @@ class DPTrainerMixin(PrivateSaving):
             f"more at noise_multiplier={self._sigma:.4g} would end at epsilon {total:.4g}, above "
             f"target_epsilon={target:g}. Train fewer steps, or raise target_epsilon"
         )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a resumed epoch goes on with new draws, so nothing is left out."""
+        if not self.privacy.poisson_sampling:
+            return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+        skip = transformers.trainer.skip_first_batches
+        transformers.trainer.skip_first_batches = lambda loader, number: loader
+        try:
+            return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            transformers.trainer.skip_first_batches = skip
 
     # --- a step ---
 

@@ -49,6 +49,12 @@ def refuse_plugin(plugin: Any) -> None:
         )
     if getattr(plugin, "cpu_offload", None) and _offloads(plugin.cpu_offload):
         raise ValueError("fsdp_config cpu_offload=True is not supported: leave it out")
+    if getattr(plugin, "cpu_ram_efficient_loading", False):
+        raise ValueError(
+            "cpu_ram_efficient_loading=True loads weights in the first process alone, and each "
+            "process shards its own copy: set fsdp_config={'cpu_ram_efficient_loading': False} "
+            "(fsdp_cpu_ram_efficient_loading: false for accelerate launch)"
+        )
     if getattr(plugin, "activation_checkpointing", False):
         raise ValueError(
             "fsdp_config activation_checkpointing=True is not supported: set "

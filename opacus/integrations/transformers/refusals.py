@@ -60,6 +60,11 @@ _UNSAFE: list[tuple[str, Any, str]] = [
         "all texts become one row, where hooks cannot tell them apart: set padding_free=False",
     ),
     (
+        "loss_type", lambda kind: kind == "dft",
+        "only the mean log-likelihood of an example's tokens is computed by example: override "
+        "per_sample_loss for another loss",
+    ),
+    (
         "optim", lambda name: any(w in str(name) for w in ("lomo", "layerwise")),
         "it updates parameters in the backward pass, before there is noise: use another one",
     ),
@@ -135,6 +140,7 @@ def refuse_model(model: Any) -> None:
         ValueError: A mixture of experts with a balancing loss.
     """
     config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "model.config.output_router_logits=True adds a loss that balances experts over all "

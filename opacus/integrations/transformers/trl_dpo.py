@@ -37,11 +37,12 @@ class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
 
     def model_outputs(self, model: Any, inputs: dict[str, Any]) -> tuple[dict, dict]:
         """Logits ``[B, 2, T, V]`` of the pairs, and what the loss needs beside them."""
+        reference = self._reference(inputs)  # first: it may run the same model
         pairs = {k: in_pairs(v) for k, v in inputs.items() if not k.startswith("ref_")}
         own = {k: v for k, v in pairs.items() if k not in _NOT_THE_MODELS}
         outputs = model(**own, as_pairs=True, use_cache=False)
         needed = {"input_ids": pairs["input_ids"], "completion_mask": pairs["completion_mask"]}
-        return {"logits": outputs["logits"]}, {**needed, "reference": self._reference(inputs)}
+        return {"logits": outputs["logits"]}, {**needed, "reference": reference}
 
     def _reference(self, inputs: dict[str, Any]) -> Tensor:
         """``[B, 2]``: log-probabilities of the answers under the reference model."""
@@ -138,5 +139,5 @@ def completion_logps(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     logits = logits[:, :, -ids.shape[2] :][:, :, :-1].float()
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), ids[:, :, 1:].reshape(-1), reduction="none"
-    ).view(*ids.shape[:2], -1)
+    ).view(*ids.shape[:2], ids.shape[2] - 1)
     return -(losses * mask[:, :, 1:]).sum(-1)

@@ -18,9 +18,11 @@ from scipy.fft import irfft, next_fast_len, rfft  # type: ignore[import-untyped]
 from opacus.accountants.analysis.pld.pairs import Pair, log_moment
 
 # Grid points of the window, at least and at most, and of one step.
-_LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**14, 2**20, 2**18
+_LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**13, 2**19, 2**17
 # What rounding may add to epsilon, relative to it, unless that takes too many points.
 _INACCURACY = 1e-4
+# Chernoff's bound is this far above epsilon only if few steps carry most of the loss.
+_FAR_BELOW = 0.4
 # Part of delta that losses taken for infinite may use.
 _INFINITE = 1e-4
 # Tilted probability beyond either end of the window, at most.
@@ -72,13 +74,29 @@ def composed_epsilon(steps: Sequence[Step], delta: float) -> float:
     order, bound = _best_tilt(tables, delta)
     if not math.isfinite(bound):
         return math.inf
+    epsilon = _composed(steps, tables, order, bound, tail, delta)
+    if 0.0 < epsilon < _FAR_BELOW * bound:  # a grid made for `bound` was too coarse
+        epsilon = min(epsilon, _composed(steps, tables, order, epsilon, tail, delta))
+    return epsilon
+
+
+def _composed(
+    steps: Sequence[Step],
+    tables: Sequence[_Loss],
+    order: float,
+    expected: float,
+    tail: float,
+    delta: float,
+) -> float:
+    """Returns epsilon on a grid that is fine enough for an epsilon of about `expected`."""
+    total = sum(step.count for step in steps)
     low, high = _window(tables, order)
-    floors = [_floor(table, 0.1 * _INACCURACY * bound / total) for table in tables]
+    floors = [_floor(table, 0.1 * _INACCURACY * expected / total) for table in tables]
     reach = max(float(t.losses[-1]) - floor for t, floor in zip(tables, floors, strict=True))
     largest = max(float(np.abs(table.losses[[0, -1]]).max()) for table in tables)
     # Rounding to h adds at most h^2 / 4 to the variance of a step, h^2 / 6 as a rule, and half of
     # (order + 1) times that to epsilon.
-    spacing = math.sqrt(12.0 * _INACCURACY * bound / (total * (order + 1.0)))
+    spacing = math.sqrt(12.0 * _INACCURACY * expected / (total * (order + 1.0)))
     spacing = min(spacing, (high - low) / _LEAST_POINTS)
     spacing = max(
         spacing, (high - low) / _MOST_POINTS, reach / _MOST_OF_ONE, 1e-9 * largest, 1e-300

@@ -139,7 +139,7 @@ class Pair:
         low, high = z - reach, z + reach
         for _ in range(4):
             slope = self.upper.slope(z) - self.lower.slope(z)
-            with np.errstate(divide="ignore", invalid="ignore"):
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 step = (targets - self.loss(z)) / slope
             z = np.clip(z + np.where(np.isfinite(step), step, 0.0), low, high)
         return np.clip(np.maximum.accumulate(z), outputs[0], outputs[-1])
