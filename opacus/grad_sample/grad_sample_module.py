@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
-from opacus.core.platform.torch_internals import accumulates
-from opacus.core.privacy.parameter_hooks import refuse_hooks
+from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients, refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.named import DOCUMENTS, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.tap import ANCHOR
+from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.mixing import MixingCheck, mixes_samples
@@ -84,7 +83,7 @@ class GradSampleHooks(HeldParameters):
     """
 
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
-    _detach: ClassVar[bool] = False
+    _sees_loss: ClassVar[bool] = False  # whether the criterion is ours
     # What grad_sample_mode="auto" stood for, if that is what was asked for.
     auto_choice: Choice | None = None
     # Argument of the model that says whose each row is; ``None``: row i is sample i.
@@ -137,7 +136,6 @@ class GradSampleHooks(HeldParameters):
             self._layers(force_functorch),
             self._on_record,
             batch_first=batch_first,
-            detach=self._detach,
         )
         for layer in self._recorder.layers:
             if isinstance(layer.rule, GenericRule):
@@ -147,6 +145,7 @@ class GradSampleHooks(HeldParameters):
                 )
         self._strategy = self._make_strategy()
         self._sharding_is_known = self._is_sharded()
+        self._foreign = self._watch_parameters()
         self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
         known = self.__dict__.get("isolation")  # of the optimizer, too
@@ -200,14 +199,37 @@ class GradSampleHooks(HeldParameters):
     def _make_strategy(self) -> Any:
         return Materialise(self.loss_reduction)
 
+    def _watch_parameters(self) -> ForeignGradients | None:
+        """What notices gradients that came past the layers, where the strategy does not."""
+        if self._sees_loss:  # it knows when a step's backward pass begins and ends
+            return None
+        named = self._module.named_parameters()
+        return ForeignGradients([(n, p) for n, p in named if p.requires_grad], self._refuse)
+
+    def _refuse(self, names: list[str]) -> None:
+        """Parameters have received gradients from autograd: fine if none of them is private now.
+
+        Raises:
+            RuntimeError: They are; all gradients are dropped.
+        """
+        recorder, held = self._recorder, self._held
+        names = [name for name in names if held is None or name in held]
+        private = bool(names) and recorder.enabled and not recorder.probed
+        if not private or not any(layer.module.training for layer in recorder.layers):
+            return
+        self.set_grad_sample_to_none()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        raise foreign_gradients(names)
+
     def _make_isolation(self, **how: Any) -> Isolation:
         """What checks that samples do not depend on each other."""
         return Isolation(
             self._module,
             self._recorder,
             batch_first=self.batch_first,
-            shared=self._detach or self.loss_reduction == "mean",
-            sees_loss=self._detach,
+            shared=self._sees_loss or self.loss_reduction == "mean",
+            sees_loss=self._sees_loss,
             replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
             **how,
         )
@@ -216,6 +238,8 @@ class GradSampleHooks(HeldParameters):
         """Take all hooks off the module; nothing of them is left on it."""
         self.disable_hooks()
         self._recorder.remove()
+        if self._foreign is not None:
+            self._foreign.remove()
         for layer in self._recorder.layers:
             layer.module.__dict__.pop("ft_compute_sample_grad", None)
         for owner in (self, self._module):
@@ -272,14 +296,14 @@ class GradSampleHooks(HeldParameters):
             self._strategy.receive(_forward_input)
 
     def _on_record(self, record: Record) -> None:
-        if not self._detach:  # what autograd forms reaches the hooks of parameters
+        if not self._sees_loss:
+            if not trains():
+                return  # other gradients than the parameters', by torch.autograd.grad
             owners, held = record.layer.owners, record.layer.module._parameters
             own = [
                 (owners[name], p) for name in record.spec.params if (p := held[name]) is not None
             ]
             refuse_hooks(own)
-            if not (accumulates(ANCHOR) or any(accumulates(p) for _, p in own)):
-                return  # other gradients than the parameters', by torch.autograd.grad
         self.capture_backprops_hook(
             record.layer.module,
             record,

@@ -22,12 +22,11 @@ from opacus.core.platform.profiling import (
     timed,
 )
 from opacus.core.platform.switches import switched_on
-from opacus.core.platform.torch_internals import accumulates
 from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass, Generation, Record
-from opacus.core.record.tap import ANCHOR
+from opacus.core.record.tap import trains
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.rules.base import scale_rows
 from opacus.core.sums.one_pass import GradientSink, LocalSink, OnePass
@@ -92,7 +91,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """
 
     NORM_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
-    _detach: ClassVar[bool] = True
+    _sees_loss: ClassVar[bool] = True
     _takes_lone_samples: ClassVar[bool] = True
 
     def __init__(
@@ -229,7 +228,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 parameter._norm_sample = known[owner].sqrt()
 
     def _note_ordinary(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
-        if forward_pass is None or not parameters or not accumulates(ANCHOR):
+        if forward_pass is None or not parameters or not trains():
             return  # autograd.grad asks for other gradients than the parameters'
         self._strategy.note_ordinary(forward_pass, parameters)
         if not self._warned_of_ordinary:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
+from opacus.core.privacy.parameter_hooks import has_hooks
 from opacus.core.record.aside import aside, others, passing_back
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
@@ -90,7 +91,7 @@ class Probe:
     ) -> None:
         self._model = model
         self._recorder = recorder
-        self._plain = plain and not any(_has_hooks(p) for p in model.parameters())
+        self._plain = plain and not any(has_hooks(p) for p in model.parameters())
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
 
@@ -267,13 +268,6 @@ def _square(grad: Tensor) -> Tensor:
 
 def _floats(values: list[Tensor]) -> list[float]:
     return torch.stack([v.cpu() for v in values]).tolist() if values else []
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Hooks change a gradient, or use it up."""
-    return bool(parameter._backward_hooks) or bool(
-        getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
 
 
 def _brief(error: BaseException) -> str:

@@ -281,10 +281,26 @@ def is_idle(model: nn.Module) -> bool:
     return set(communication_state(model).split()) <= {"IDL"}
 
 
-def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward pass that runs now adds to ``leaf.grad``.
+def accumulator_of(leaf: Tensor) -> Any:
+    """The node of a graph that adds to ``leaf.grad``."""
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now reaches this node.
 
     ``torch.autograd.grad`` and ``backward(inputs=...)`` run only what their inputs need.
     """
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """In a hook of ``leaf``: whether what arrives is added to ``leaf.grad``.
+
+    It is not if ``torch.autograd.grad`` has been asked for it.
+    """
+    try:
+        return will_run(accumulator_of(leaf))
+    except RuntimeError:  # torch does not answer for the inputs of autograd.grad
+        return False

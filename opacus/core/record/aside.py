@@ -15,7 +15,7 @@ def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
     """Hand records to ``sink``; what is known of other passes is the same afterwards."""
     before = dict(recorder.__dict__)
     fresh = recorder.whose.fresh()
-    recorder.__dict__.update(whose=fresh, named=None, lone=None, bare=False, detach=True)
+    recorder.__dict__.update(whose=fresh, named=None, lone=None, bare=False)
     recorder.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
     recorder.forget()
     try:

@@ -20,12 +20,10 @@ class Taps(Protocol):
     """What the hooks of a layer ask of the recorder.
 
     Attributes:
-        detach: Whether the layer runs on detached parameters.
         taps_in_graphs: Whether compiled graphs contain taps.
         whose: Whose rows layers have; its check is told of a layer while it ``follows``.
     """
 
-    detach: bool
     taps_in_graphs: bool
     whose: WhoseRows
 
@@ -64,8 +62,7 @@ class LayerHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put detached parameters in the places of the trainable ones."""
-        recorder = self.recorder
-        if not (recorder.detach and recorder.active(module)):
+        if not self.recorder.active(module):
             return
         parameters = self.layer.module._parameters
         kept: dict[str, nn.Parameter] = {}

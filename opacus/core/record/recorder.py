@@ -10,10 +10,10 @@ Note [How a layer is tapped]
     are differentiated as usual and do not disturb what the tap sees.
 
 Note [No parameter gradients]
-    With ``detach=True`` the layer runs on detached aliases of its trainable
-    parameters. Autograd then never forms (nor, under FSDP or DDP, communicates)
-    a weight gradient, in whichever way backward is started. Whatever gradient a
-    trainable parameter still receives from autograd came past the taps.
+    Layers run on detached aliases of their trainable parameters. Autograd then never
+    forms (nor, under FSDP or DDP, communicates) a weight gradient, in whichever way
+    backward is started. Whatever gradient a trainable parameter still receives from
+    autograd came past the taps.
 
 Note [Forward passes and generations]
     The rows of one forward call belong together. If a second forward starts while the
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import (
     number_of_backward,
     prepare_for_graphs,
@@ -74,7 +75,6 @@ class Recorder:
         layers: The layers to tap.
         sink: Called in the backward pass, without gradient tracking.
         batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
-        detach: See Note [No parameter gradients].
     """
 
     def __init__(
@@ -84,12 +84,10 @@ class Recorder:
         sink: Callable[[Record], None],
         *,
         batch_first: bool = True,
-        detach: bool = False,
     ) -> None:
         self.layers = layers
         self.sink = sink
         self.batch_first = batch_first
-        self.detach = detach
         self.enabled = True
         self.in_backward = False
         self.probed = False  # whether the model runs on the side, to check it
@@ -109,23 +107,27 @@ class Recorder:
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
-        self.handles = [
-            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
-            root.register_forward_hook(self._end_forward, always_call=True),
-        ]
         self._hooks = [LayerHooks(self, layer) for layer in layers]
+        self.handles: list[Any] = []
         for layer, hooks in zip(layers, self._hooks, strict=True):
-            before = layer.module.register_forward_pre_hook(hooks.before)
+            # Before hooks that compute from parameters (weight_norm), after FSDP2's, which puts
+            # them there.
+            first = not is_fsdp(layer.module)
+            before = layer.module.register_forward_pre_hook(hooks.before, prepend=first)
             after = layer.module.register_forward_hook(
                 hooks.after, with_kwargs=True, prepend=True, always_call=True
             )
             self.handles += [renumber(before), renumber(after)]
+        self.handles += [  # the root may be a layer: its forward pass begins before it runs
+            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
+            root.register_forward_hook(self._end_forward, always_call=True),
+        ]
         prepare_for_graphs(PLAIN)
 
     @property
     def layer_handles(self) -> list[tuple[Any, Any]]:
         """The handles of each layer's hooks, before and after it runs."""
-        own = self.handles[2 : 2 + 2 * len(self.layers)]
+        own = self.handles[: 2 * len(self.layers)]
         return list(zip(own[::2], own[1::2], strict=True))
 
     def remove(self) -> None:
@@ -258,14 +260,12 @@ class Recorder:
             return self._tap_one(layer, spec, args[0], output)
         outputs, out_tree = tree_flatten(output)
         picked = [i for i, o in enumerate(outputs) if differentiable(o)]
-        if not picked and self.detach:
+        if not picked:
             raise RuntimeError(
                 f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
                 "parameters could not be trained: let it return tensors, or a tuple, list or dict "
                 "of them, or freeze it"
             )
-        if not picked:
-            return output
         inputs, in_tree = tree_flatten((args, kwargs))
         tensors = [i for i in inputs if isinstance(i, Tensor)]
         for tensor in tensors:

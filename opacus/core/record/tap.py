@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from opacus.core.platform.torch_internals import direct_apply
+from opacus.core.platform.torch_internals import accumulator_of, direct_apply, will_run
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass
 from opacus.core.rules.spec import LayerSpec
@@ -87,6 +87,7 @@ class Use:
 _PLACE = object()
 # Gives a tap a place in the graph where neither input nor output requires gradients.
 ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+_ANCHORED = accumulator_of(ANCHOR)
 
 
 class Tap(torch.autograd.Function):
@@ -123,6 +124,14 @@ class _TapOne(torch.autograd.Function):
 
 
 tap_one = direct_apply(_TapOne)
+
+
+def trains() -> bool:
+    """Whether the backward pass that runs now is one that forms parameters' gradients.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for the gradients of others.
+    """
+    return will_run(_ANCHORED)
 
 
 def rows_of(shape: torch.Size, batch_dim: int) -> int:

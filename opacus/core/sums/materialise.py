@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ WAITING_SHARE = 1.0
 
 class Materialise:
     """Writes ``[B, *shape]`` per-sample gradients to ``parameter.grad_sample``.
+
+    Their sum, times 1/B for a mean loss, is added to ``parameter.grad``, as in ordinary training.
 
     Records of one generation describe the same rows and are added; those of a
     later one (gradient accumulation) turn ``grad_sample`` into a list. Uses of one layer
@@ -105,11 +108,13 @@ class Materialise:
             backprops = tree_map(lambda g: g * record.mean_of, backprops)
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
         grads = record.owned(grads)
+        totals = record.owned(_totals(record, grads, 1 if late or not mean else record.mean_of))
         for name, grad in grads.items():
             parameter = record.layer.module._parameters[name]
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             self._add(parameter, grad * record.mean_of if late else grad, record)
+            _add_to_grad(parameter, totals[name])
 
     def _add(self, parameter: nn.Parameter, grad: Tensor, record: Record) -> None:
         last = self._last.get(id(parameter))
@@ -143,6 +148,27 @@ class Materialise:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": {}, "_waiting": {}, "_elements": {}}
+
+
+def _totals(record: Record, grads: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    """The sums over samples that ordinary training leaves in ``p.grad``.
+
+    From the record or from ``grads`` (which are that many ``times`` as large), whichever is less
+    to read.
+    """
+    rule = record.layer.rule
+    if rule.needs_parameters or record.elements >= sum(g.numel() for g in grads.values()):
+        return {name: grad.sum(0) / max(times, 1) for name, grad in grads.items()}
+    return rule.weighted_grad(record.spec, record.activations, record.backprops, None)
+
+
+def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
+    """As autograd does it: in place, if there is a gradient already."""
+    total = total.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = total
+    else:
+        parameter.grad += total
 
 
 def _was_cleared(parameter: nn.Parameter, grad_sample: Any) -> bool:

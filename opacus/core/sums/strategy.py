@@ -19,7 +19,7 @@ from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_e
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.privacy.clipping import excluded_or_none
-from opacus.core.privacy.parameter_hooks import refuse_hooks
+from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
 from opacus.core.privacy.processed import was_processed
 from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import ForwardPass, Record
@@ -51,7 +51,7 @@ class Ghost:
     is an error that names it.
 
     Args:
-        recorder: Recorder with ``detach=True`` whose sink is :meth:`receive`.
+        recorder: Recorder whose sink is :meth:`receive`.
         parameters: All named parameters of the model, frozen ones too, as the optimizer
             holds them (under FSDP the sharded ones).
         deferred: Whether norms wait for the end of the backward pass.
@@ -237,12 +237,7 @@ class Ghost:
         if self.ledger is not None and self.ledger.whole and self.recorder.lone is not None:
             # By reentrant checkpoints, say, of which there were none before: not the next time.
             self.recorder.lone.rule_out("gradients came past the forward pass")
-        raise RuntimeError(
-            f"parameters {leaked} received gradients that were not clipped: they were used "
-            "outside their layer's forward, in eval mode, or made trainable after "
-            "make_private. Use them through their own layer, or freeze them "
-            "(requires_grad_(False)). Nothing was added to the model"
-        )
+        raise foreign_gradients(leaked)
 
     def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
         """A loss that is not the criterion's runs backward through a forward pass.
