@@ -147,6 +147,7 @@ DRAWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_samples_do_not_depend_on_the_default_device(
     draw: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
@@ -158,6 +159,7 @@ def test_samples_do_not_depend_on_the_default_device(
         assert torch.empty(1).device.type == "meta"  # it is as it was
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_samples_do_not_depend_on_the_default_dtype(

@@ -132,6 +132,7 @@ def test_per_layer_clipping_bounds_every_parameter(mode: str) -> None:
         assert oracle.relative_error(parameter.grad, grad * limit / (grad.norm() + 1e-6)) < 1e-5
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 def test_many_lone_samples_are_one_large_batch(mode: str) -> None:
     """Physical batches of one, some of the logical batches larger than others."""

@@ -341,7 +341,7 @@ class Recorder:
         batch, dims = forward_pass.batch, output.dim()
         dim = self.batch_dim(layer, dims)
         rows_first = dims > 1 and dim == 0
-        if rows_first and output.shape[0] == 1 and batch not in (None, 1):
+        if rows_first and output.shape[0] == 1 and batch not in (None, 0, 1):
             raise ValueError(
                 f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
                 f"for each sample (expand its input), freeze it, or set {ADVICE}"

@@ -19,6 +19,8 @@ from opacus.core.rules.spec import make_spec
 
 B, D, CLIP = 5, 6, 0.5  # no dimension of an input is B
 
+pytestmark = pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+
 
 class Net(nn.Module):
     """Patches ``[B, T - 1, D]``, a token before them, and what a test adds."""
