@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -185,8 +186,12 @@ def with_checkpoints(args: argparse.Namespace, private: Private) -> tuple[Privat
     return private, checkpoints.load(newest(args.resume)).epoch
 
 
-def seed_run(seed: int) -> None:
-    """Seed sampling and noise. Runs whose seeds differ by one have unrelated draws."""
+def seed_run(seed: int, repeatable: bool) -> None:
+    """Seed dropout, and with a seed that was asked for sampling and noise, too.
+
+    Runs whose seeds differ by one have unrelated draws.
+    """
+    os.environ["OPACUS_REPRODUCIBLE"] = str(int(repeatable))
     digest = hashlib.sha256(str(seed).encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -328,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         problem, model = prepare(args)
     with running(args.device) as runtime:
         with refusing():
+            seed_run(runtime.shared_seed(args.seed), repeatable=args.seed is not None)
             private = make_private(args, problem, runtime, model)
-            seed_run(runtime.shared_seed(args.seed))
             private, finished = with_checkpoints(args, private)
         run(args, problem, private, runtime, finished)
 

@@ -101,19 +101,6 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     return tokens, mask, targets
 
 
-def never_empty(batch: Batch) -> Batch:
-    """The batch, or, for an empty one, a made-up sample without loss and so without gradient.
-
-    The models of ``transformers`` cannot run on no samples, but a process must not leave out the
-    forward pass that the others wait for.
-    """
-    tokens, mask, targets = batch
-    if len(tokens):
-        return batch
-    nothing = targets.new_full((1, 1)[: targets.dim()], IGNORE)
-    return tokens.new_zeros(1, 1), mask.new_ones(1, 1), nothing
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module, data: EncodedTexts, task: Task, runtime: Runtime, batch_size: int
@@ -174,7 +161,7 @@ def private_epoch(
         data_loader=loader, max_physical_batch_size=physical_batch, optimizer=optimizer
     ) as physical:
         for batch in reporter.progress(physical, len(physical), title):
-            tokens, mask, targets = moved(never_empty(batch), runtime.device)
+            tokens, mask, targets = moved(batch, runtime.device)
             optimizer.zero_grad()
             loss = criterion(model(tokens, mask), targets)
             loss.backward()

@@ -63,7 +63,7 @@ def accumulate(loader: DataLoader, largest: int, epochs: int = 1) -> Accumulator
 POISSON = {
     "large": (60, 0.1, 2, 0),
     "large, workers": (60, 0.1, 2, 2),
-    "often empty": (12, 0.08, 1, 0),
+    "often empty": (24, 0.08, 1, 0),
     "a rank without samples": (2, 0.4, 1, 0),
 }
 ORDINARY = ("sequential", "shuffled", "weighted")

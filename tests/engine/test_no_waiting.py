@@ -116,7 +116,8 @@ def waits_of(step: Callable[[], None]) -> list[str]:
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (strategy, one_pass, utils):
         monkeypatch.setattr(module, "excluded_or_none", lambda excluded: excluded)
-    # There a kernel decides which norms are mended.
+    # There the device itself decides on a replay that differs, and on norms to be mended.
+    monkeypatch.setattr(strategy.TwoPass, "_compared", lambda self: (self._seen.differs(), None)[1])
     monkeypatch.setattr(reference, "_settle", lambda a, g, total, size: total)
 
 
