@@ -6,6 +6,7 @@ A batch is (inputs ``[B, ...]``, labels ``[B]``). With Poisson sampling B varies
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,14 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace, data: Data)
 def alone(args: argparse.Namespace) -> Runtime:
     """The only process of a run, seeded for it."""
     runtime = Runtime(rank=0, world_size=1, device=choose_device(args.device))
-    torch.manual_seed(runtime.shared_seed(args.seed))
+    seed_run(runtime, args.seed)
     return runtime
+
+
+def seed_run(runtime: Runtime, seed: int | None) -> None:
+    """Seed the model and the order of data; a seed that was asked for repeats the noise, too."""
+    os.environ["OPACUS_REPRODUCIBLE"] = str(int(seed is not None))
+    torch.manual_seed(runtime.shared_seed(seed))
 
 
 # --- training ---

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from classifier import Outcome, check, make_private, option_parser, train_classifier
+from classifier import Outcome, check, make_private, option_parser, seed_run, train_classifier
 from digits import DELTA, DigitsCNN, load_digits
 from runtime import running
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     data = load_digits()
     check(parser, args, data)
     with running(args.device) as runtime:
-        torch.manual_seed(runtime.shared_seed(args.seed))
+        seed_run(runtime, args.seed)
         model = DifferentiallyPrivateDistributedDataParallel(DigitsCNN().to(runtime.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
         private = make_private(args, model, optimizer, data.train)

@@ -93,11 +93,13 @@ def check(whole: dict[str, Any], resumed: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_one_process(mode: str, tmp_path: Path) -> None:
     check(*killed_and_resumed(0, 1, str(tmp_path), mode))
 
 
+@pytest.mark.usefixtures("reproducible")
 @pytest.mark.parametrize("mode", ["hooks", "ghost_fsdp"])
 def test_ranks(mode: str, tmp_path: Path) -> None:
     for of_rank in run_distributed(killed_and_resumed, 2, str(tmp_path), mode):
