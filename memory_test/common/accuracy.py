@@ -6,6 +6,7 @@ Shapes: N samples of a step, S steps, P parameters as one vector.
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,7 @@ def has_data_layout() -> bool:
 
 def train_alone(problem: Problem) -> Trace:
     """Train in this process; half of the samples of the first step are clipped."""
+    os.environ["OPACUS_INDEPENDENT_RANKS"] = "1"  # each rank trains the same model, to compare
     model = problem.model()
     limit = _median_norm(problem)
     private, optimizer, criterion = _private(problem, model, "ghost", limit, None, False)

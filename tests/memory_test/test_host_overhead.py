@@ -31,7 +31,7 @@ def test_it_measures_one_process_and_two(tmp_path) -> None:
     # norm and weighted sum; normalisation layers take more, and two passes most of a backward.
     each = {key: row["added_operations"] / row["layers"] for key, row in found.items()}
     assert each["one process", "no_dp"] == 0
-    assert 2 < each["one process", "ghost_bk"] < 6
+    assert 2 < each["one process", "ghost_bk"] < 10
     assert 8 < each["one process", "ghost"] < 14
     assert 2 < each["FSDP2 on two", "ghost_fsdp_bk"] < 5
 
