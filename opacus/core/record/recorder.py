@@ -432,7 +432,9 @@ class Recorder:
         if self.whose.repeats.open:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
-            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
+            activations: Any = Call.of(
+                layer.module, *use.rebuild(inputs), dim, use.spec.params
+            )
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(
