@@ -218,7 +218,7 @@ def _full(tensor: Any) -> Tensor:
 
 @functools.cache
 def results_of(backend: str = "gloo") -> list[dict[Any, Any]]:
-    return run_distributed(run_all, 2, timeout=120, backend=backend)
+    return run_distributed(run_all, 2, timeout=120, backend=backend, fresh=True)
 
 
 @functools.cache
