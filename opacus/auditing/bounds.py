@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_HALVINGS = 40
+_HALVINGS = 24
 _LARGEST_EPSILON = 64.0
 _FEWEST_GUESSES = 8
 

@@ -42,7 +42,8 @@ class GradientCanaries:
         audit.report(delta=1e-5).raise_if_failed()
 
     Canaries are copies of items, so the audited model is not the one to release: audit the same
-    program, with fewer steps if need be. Clipping must be flat, with uncorrelated noise.
+    program, with fewer steps if need be. Clipping must be flat, with uncorrelated noise. Under FSDP2
+    call `model` before `FSDP2Wrapper`, and everything on all ranks. In fp16 lower `scale`.
 
     Args:
         canaries: number of them, m; about half get into the data.
@@ -264,7 +265,7 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, element: Tensor, strength: Tensor) -> Tensor:
         ctx.save_for_backward(strength)
         ctx.dtype = element.dtype
-        return output.view_as(output)
+        return output.clone()  # no view: FSDP2 warns of those
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -25,6 +25,15 @@ FEWEST = 16
 class TokenCanaries:
     """Canaries for a language model, and the audit of the model trained with them.
 
+    Use: make the vocabulary larger, train on the sequences of `items` with your own, then ask the
+    finished model::
+
+        canaries = TokenCanaries(torch.randint(vocabulary, (200, 8)), vocabulary)
+        inputs, labels = canaries.items()
+        before = canaries.losses(model)
+        ...
+        canaries.report(model, epsilon=3.0, delta=1e-5, before=before).raise_if_failed()
+
     Args:
         contexts: `[m, T]` token numbers, what canaries begin with: random ones, or public text.
         vocabulary: number of tokens without canaries. The model needs ``vocabulary + m`` rows of

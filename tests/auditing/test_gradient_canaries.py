@@ -74,7 +74,9 @@ def noise_scaled(by: float) -> Plant:
     return plant
 
 
-def same_noise_each_step(optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch) -> None:
+def same_noise_each_step(
+    optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch
+) -> None:
     patch.setattr(optimizer._layout.key, "advance", lambda purpose: 0)
 
 
