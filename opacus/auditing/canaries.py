@@ -42,8 +42,8 @@ class GradientCanaries:
         audit.report(delta=1e-5).raise_if_failed()
 
     Canaries are copies of items, so the audited model is not the one to release: audit the same
-    program, with fewer steps if need be. Clipping must be flat, with uncorrelated noise. Under FSDP2
-    call `model` before `FSDP2Wrapper`, and everything on all ranks. In fp16 lower `scale`.
+    program, with fewer steps if need be. Clipping must be flat, with uncorrelated noise. Under
+    FSDP2 call `model` before `FSDP2Wrapper`, and everything on all ranks. In fp16 lower `scale`.
 
     Args:
         canaries: number of them, m; about half get into the data.
@@ -144,7 +144,8 @@ class GradientCanaries:
         Args:
             delta: at which epsilon is compared; far below 1 / canaries.
             confidence: of the lower bound of epsilon that is reported.
-            false_alarm: chance of any failure in a run that keeps its promise.
+            false_alarm: chance of any failure in a run that keeps its promise, apart from "power":
+                too few steps or canaries to see bugs always fail.
 
         Raises:
             ValueError: if no step was watched.

@@ -40,7 +40,10 @@ class Observed:
 
 
 def check_all(observed: Observed, false_alarm: float) -> tuple[Finding, ...]:
-    """Every check; in a run that keeps its promise, any fails with at most this chance."""
+    """Every check; in a run that keeps its promise, one fails with at most this chance.
+
+    Except `power`, which says whether there are steps and canaries enough.
+    """
     share = false_alarm / 6  # noise scale takes two sides, the signal another two
     return (
         steps_counted(observed),
@@ -49,6 +52,7 @@ def check_all(observed: Observed, false_alarm: float) -> tuple[Finding, ...]:
         fresh_in_each_element(observed, share),
         clipped(observed, share),
         signal(observed, share),
+        power(observed, share),
     )
 
 
@@ -128,28 +132,46 @@ def clipped(observed: Observed, alpha: float) -> Finding:
 
 
 def signal(observed: Observed, alpha: float) -> Finding:
-    """Canaries in the data show in as many steps as the sample rate says: else nothing is tested.
+    """Canaries in the data show in as many steps as the sample rate says.
 
     More of it means larger contributions or more draws than are counted for; less means that the
     canaries' gradients went elsewhere or were lost.
     """
-    rate, sigma = observed.sample_rate, observed.sigma[:, None]
-    inside = observed.values[:, observed.included] * sigma  # in units of C
-    number = inside.size
-    columns = inside.shape[1]
-    variance = (len(sigma) * rate * (1 - rate) + float(np.square(sigma).sum())) * columns
-    t = math.log(2 / alpha)
-    spread = math.sqrt(2 * variance * t) + t / 3  # Bernstein's inequality
-    total, expected = float(inside.sum()), number * rate
+    inside = observed.values[:, observed.included] * observed.sigma[:, None]  # in units of C
+    expected, spread = _expected_signal(observed, alpha)
+    total, number = float(inside.sum()), inside.size
     low, high = _LEAST_SHARE * expected - spread, expected + spread
-    strong = expected > 2 * spread
     return Finding(
         "signal of the canaries",
-        bool(low <= total <= high) and strong,
+        bool(low <= total <= high),
         f"canaries add {total / number:.3g} C on average, allowed {low / number:.3g} to "
-        f"{high / number:.3g} at sample rate {rate:.3g}"
-        + ("" if strong else "; too few canaries or steps to see anything: use more"),
+        f"{high / number:.3g} at sample rate {observed.sample_rate:.3g} (above: batches drawn more "
+        "often than counted, or contributions above C; below: gradients of canaries are lost)",
     )
+
+
+def power(observed: Observed, alpha: float) -> Finding:
+    """Canaries can be seen at all: this depends on the settings, not on chance."""
+    expected, spread = _expected_signal(observed, alpha)
+    return Finding(
+        "power",
+        expected > 2 * spread,
+        f"canaries in the data add {expected:.4g} C together, where chance makes {spread:.4g} C, "
+        f"which may be half of it (failed: nothing is wrong with the run, but bugs may go "
+        "unseen; audit more steps or more canaries)",
+    )
+
+
+def _expected_signal(observed: Observed, alpha: float) -> tuple[float, float]:
+    """The sum of all canaries' contributions in units of C, and how far chance may take it.
+
+    By Bernstein's inequality, for noise and Poisson draws.
+    """
+    rate, columns = observed.sample_rate, int(observed.included.sum())
+    steps = len(observed.sigma)
+    variance = (steps * rate * (1 - rate) + float(np.square(observed.sigma).sum())) * columns
+    t = math.log(2 / alpha)
+    return steps * columns * rate, math.sqrt(2 * variance * t) + t / 3
 
 
 def _worst(sums: np.ndarray, terms: np.ndarray, scale: float, alpha: float) -> tuple[float, float]:

@@ -36,7 +36,8 @@ class AuditReport:
 
     Attributes:
         findings: the checks.
-        false_alarm: the most that the chance of any failure is, in a run that keeps its promise.
+        false_alarm: the most that the chance of any failure is, in a run that keeps its promise and has
+            power enough.
         epsilon: what the run claims, if the audit compares it.
         epsilon_lower_bound: what the attacker proves, if it was measured.
         delta: of both.
@@ -113,7 +114,7 @@ class AuditReport:
         for place, finding in enumerate(self.findings):
             colour = "tab:green" if finding.ok else "tab:red"
             text = f"{'ok' if finding.ok else 'FAIL'}  {finding.name}"
-            right.text(0.0, 0.95 - 0.1 * place, text, color=colour, transform=right.transAxes)
+            right.text(0.0, 0.95 - 0.09 * place, text, color=colour, transform=right.transAxes)
         if self.epsilon is not None and self.epsilon_lower_bound is not None:
             right.set_title(f"epsilon: {self.epsilon_lower_bound:.3g} <= {self.epsilon:.3g}")
         figure.savefig(path)
