@@ -36,8 +36,8 @@ class AuditReport:
 
     Attributes:
         findings: the checks.
-        false_alarm: the most that the chance of any failure is in a run that keeps its promise, with
-            power enough.
+        false_alarm: the most that the chance of any failure is, in a run that keeps its promise,
+            with power enough.
         epsilon: what the run claims, if the audit compares it.
         epsilon_lower_bound: what the attacker proves, if it was measured.
         delta: of both.

@@ -55,6 +55,7 @@ def job(rank: int, world_size: int) -> dict[str, Any]:
             batch = (torch.randn(4, 6), torch.randint(3, (4,)), torch.full((4,), -1))
             report = leave_one_out(step, optimizer, batch, units=[0, 3])
             found["sensitivity"] = (report.passed, report.scores.tolist())
+        progress(f"{case}: training")
         audit.watch(optimizer, engine)
         patch = mock.patch.object(noise, "regions_of", shards_that_all_begin_at_0)
         with patch if case == "one stream" else mock.MagicMock():
