@@ -21,7 +21,7 @@ ENTRY = "noise_generator"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
-    """What a checkpoint holds of the noise: nothing in ``secure_mode``, or before a key is agreed on.
+    """What a checkpoint holds of the noise: nothing in ``secure_mode``, or before its key is known.
 
     With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
     """
