@@ -13,18 +13,24 @@ from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.checkpoint import load_training_state, save_training_state
+from opacus.checkpoints.one_file import load_training_state, save_training_state
 from opacus.core.privacy.key import NOISE
 from opacus.core.ranks.layout import Single
 from opacus.core.step.modes import AUTO, mode_of
-from opacus.data_loader import (
-    DPDataLoader,
+from opacus.data.host_loader import switch_generator
+from opacus.data.rates import (
     expected_batch_size_on_rank,
     matching_sample_rate,
     sample_rate_of,
-    switch_generator,
     warn_of_uneven_sampling,
 )
+from opacus.data.sharding import (
+    choose_data_layout,
+    follow_mesh,
+    repeat_data_loader,
+    shard_data_loader,
+)
+from opacus.data_loader import DPDataLoader
 from opacus.engine_accounting import EngineAccounting
 from opacus.engine_checks import (
     check_arguments,
@@ -43,12 +49,6 @@ from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from opacus.utils.sharding import (
-    choose_data_layout,
-    follow_mesh,
-    repeat_data_loader,
-    shard_data_loader,
-)
 from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
 
