@@ -31,13 +31,17 @@ ALLOWED = {
     "checkpoints": {"core", "data", "distributed", "grad_sample", "optimizers", "utils"},
     "distributed_checkpoint": {"checkpoints"},
     "engine_accounting": {"accountants"},
-    "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
+    "engine_settings": {"core"},
+    "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
+    "engine_checkpoints": {
+        *("checkpoints", "core", "engine_accounting", "optimizers", "schedulers"),
+    },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
 }
 # Only the top imports the engine.
 ON_TOP = {
-    "privacy_engine", "checkpoints/sharded", "__init__", "utils/adaptive_clipping", "integrations"
+    "privacy_engine", "engine_steps", "checkpoints/sharded", "__init__", "utils/adaptive_clipping", "integrations"
 }  # fmt: skip
 
 
