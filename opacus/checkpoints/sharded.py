@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -34,6 +26,7 @@ from opacus.checkpoints.noise_state import noise_entries, restore_noise
 from opacus.checkpoints.one_file import _inner, _privacy_parameters, _warn_of_changes
 from opacus.checkpoints.positions import LoaderPosition
 from opacus.checkpoints.random_state import RandomState, Secret
+from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
 from opacus.core.ranks.layout import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
@@ -236,12 +229,7 @@ class Checkpointer:
             torch.save(self._state_of_rank(), path / _rank_file(rank))
             if rank == 0:
                 torch.save(self._shared_state(extra), path / _SHARED)
-        with _quiet():
-            dcp.save(  # type: ignore[attr-defined]
-                self._tensors(),
-                storage_writer=dcp.FileSystemWriter(path),  # type: ignore[attr-defined]
-                no_dist=files.rank_and_size()[1] == 1,
-            )
+        save_tensors(path, self._module, self._optimizer.original_optimizer)
         own = [path / _rank_file(rank), *path.glob(f"__{rank}_*")]
         return own if rank else [*own, path / _SHARED, path / ".metadata"]
 
@@ -265,14 +253,6 @@ class Checkpointer:
             "has_optimizer": bool(self._optimizer.original_optimizer.state),
             "extra": extra,
         }
-
-    def _tensors(self, with_optimizer: bool | None = None) -> dict[str, Any]:
-        """Sharded state of model and optimizer: names to tensors, the live ones."""
-        inner = self._optimizer.original_optimizer
-        tensors: dict[str, Any] = {"model": get_model_state_dict(self._module)}
-        if bool(inner.state) if with_optimizer is None else with_optimizer:
-            tensors["optimizer"] = get_optimizer_state_dict(self._module, inner)
-        return tensors
 
     # --- loading ---
 
@@ -303,11 +283,18 @@ class Checkpointer:
             # The accountant's own checks, on a copy.
             type(self._engine.accountant)().load_state_dict(shared["accountant"])
             self._check_schedulers(shared["schedulers"])
-            _check_model(chosen, self._module)
+            check_model(chosen, self._module)
             same = shared["world_size"] == size
             own = torch.load(chosen / _rank_file(rank if same else 0), map_location="cpu")
             self._check_scaler(own.get("scaler"))
-        self._load_tensors(chosen, shared["has_optimizer"])
+        self._optimizer.reset_accumulation()
+        self._optimizer.zero_grad(set_to_none=True)
+        load_tensors(
+            chosen,
+            self._module,
+            self._optimizer.original_optimizer,
+            has_optimizer=shared["has_optimizer"],
+        )
         self._load_shared(shared)
         if self._scaler is not None:
             self._scaler.load_state_dict(own.get("scaler") or {})
@@ -335,25 +322,6 @@ class Checkpointer:
                 f"it was saved {'with' if saved else 'without'} the state of a GradScaler, and the "
                 f"Checkpointer was given {_described(self._scaler)}: pass scaler= as in the run "
                 "that saved it"
-            )
-
-    def _load_tensors(self, path: Path, has_optimizer: bool) -> None:
-        optimizer = self._optimizer
-        optimizer.reset_accumulation()
-        optimizer.zero_grad(set_to_none=True)
-        if not has_optimizer:
-            optimizer.original_optimizer.state.clear()
-        tensors = self._tensors(with_optimizer=has_optimizer)
-        with _quiet():
-            dcp.load(  # type: ignore[attr-defined]
-                tensors,
-                storage_reader=dcp.FileSystemReader(path),  # type: ignore[attr-defined]
-                no_dist=files.rank_and_size()[1] == 1,
-            )
-        set_model_state_dict(self._module, tensors["model"])
-        if has_optimizer:
-            set_optimizer_state_dict(
-                self._module, optimizer.original_optimizer, optim_state_dict=tensors["optimizer"]
             )
 
     def _load_shared(self, shared: dict[str, Any]) -> None:
@@ -421,29 +389,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_model(path: Path, module: nn.Module) -> None:
-    """Refuse a checkpoint of another model."""
-    reader: Any = dcp.FileSystemReader(path)  # type: ignore[attr-defined]
-    metadata = reader.read_metadata().state_dict_metadata
-    saved = {
-        name.removeprefix("model."): tuple(about.size)
-        for name, about in metadata.items()
-        if name.startswith("model.") and hasattr(about, "size")
-    }
-    tensors = get_model_state_dict(module)
-    own = {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, Tensor)}
-    wrong = [
-        f"{name} {saved.get(name, 'not saved')} (here {own.get(name, 'not there')})"
-        for name in sorted(saved.keys() | own.keys())
-        if saved.get(name) != own.get(name)
-    ]
-    if wrong:
-        raise ValueError(
-            f"it is a checkpoint of another model; {len(wrong)} entries differ: "
-            f"{', '.join(wrong[:5])}. Nothing was loaded"
-        )
-
-
 def _unwrapped(module: Any) -> nn.Module:
     """The model itself, whose names are the same however it is wrapped."""
     inner = _inner(module)
@@ -467,11 +412,3 @@ def _described(scaler: GradScaler | None) -> str:
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank}.pt"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's warning that one process is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        yield
