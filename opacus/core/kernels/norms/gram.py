@@ -24,8 +24,8 @@ from opacus.core.kernels.norms import direct
 from opacus.core.kernels.norms.gram_triton import (
     INPUT_COLUMNS,
     OUTPUT_COLUMNS,
-    table_kernel,
-    tma_kernel,
+    _table_kernel,
+    _tma_kernel,
 )
 from opacus.core.kernels.norms.specialised import has_specialised
 
@@ -143,7 +143,7 @@ def _launch_tma(
 @functools.lru_cache(maxsize=256)
 def _tma_variant(count: int, mask: bool, side: int, group: int, tile: Tile) -> Variant:
     return Variant(
-        tma_kernel,
+        _tma_kernel,
         COUNT=count,
         MASK=mask,
         SIDE=side,
@@ -279,7 +279,7 @@ def _table_variant(
     dtype: torch.dtype, weights: torch.dtype | None, whole: int, side: int, group: int, tile: Tile
 ) -> Variant:
     return Variant(
-        table_kernel,
+        _table_kernel,
         TYPE=TYPES[dtype],
         MASK=None if weights is None else TYPES[weights],
         WHOLE=whole,

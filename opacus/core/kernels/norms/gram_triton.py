@@ -68,7 +68,7 @@ def _tma_gram(  # type: ignore[no-untyped-def]
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["tokens", "d", "p0", "p1", "p2", "stride_b", "stride_t"]
 )
-def tma_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+def _tma_kernel(  # type: ignore[no-untyped-def]
     a_desc,
     g0_desc,
     g1_desc,
@@ -154,7 +154,7 @@ def _table_gram(  # type: ignore[no-untyped-def]
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["samples", "slots", "inputs", "outputs"]
 )
-def table_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+def _table_kernel(  # type: ignore[no-untyped-def]
     table,
     partial,
     samples,
