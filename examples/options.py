@@ -15,7 +15,7 @@ from runtime import DEVICES, choose_device
 from text_data import SHIPPED, TASKS
 from tokenizer import KINDS
 
-from opacus.utils.checkpoint_folder import MANIFEST, latest_checkpoint
+from opacus.checkpoints.folder import MANIFEST, latest_checkpoint
 
 MODES = ("ghost_fsdp", "ghost", "hooks")
 
