@@ -66,18 +66,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rows", type=positive(int), default=384, help="reviews to train on, of 9571")
+    add("--rows", type=positive(int), default=192, help="reviews to train on, of 9571")
     add("--test-rows", type=positive(int), default=64, help="reviews to test on")
     add("--seq-length", type=positive(int), default=28, help="tokens kept of a review")
     add("--epsilons", type=positive(float), nargs="*", default=[1.0, 3.0, 8.0])
-    add("--delta", type=probability, default=1e-4)
+    add("--delta", type=probability, default=1e-3)
     add("--lora", type=positive(int), default=8, metavar="RANK")
     add("--full", action="store_true", help="train all weights instead of LoRA adapters")
-    add("--epochs", type=positive(int), default=3)
-    add("--batch-size", type=positive(int), default=96, help="expected reviews a step")
+    add("--epochs", type=positive(int), default=2)
+    add("--batch-size", type=positive(int), default=48, help="expected reviews a step")
     add("--max-physical-batch-size", type=positive(int), default=16)
     add("--max-grad-norm", type=positive(float), default=1.0, help="clipping norm")
-    add("--lr", type=positive(float), default=1e-3, help="with --full try 5e-5")
+    add("--lr", type=positive(float), default=2e-3, help="with --full try 5e-5")
     add("--grad-sample-mode", default="ghost_fsdp_bk")
     add("--model", help="folder of another model in the format of transformers")
     add("--out", default="runs/smollm2", help="folder for the models and results.json")
@@ -186,7 +186,7 @@ def train_privately(setting: Setting, model: nn.Module, epsilon: float) -> Any:
             reporter=setting.reporter,
             physical_batch=args.max_physical_batch_size,
             epsilon=partial(engine.get_epsilon, args.delta),
-            after_step=lambda: None,
+            after_step=lambda loss, samples: None,
             title=f"epsilon {epsilon:g}, epoch {epoch + 1}",
         )
     return model, engine.get_epsilon(args.delta)
@@ -258,7 +258,11 @@ def compare(setting: Setting) -> None:
     runs = [("before", None, False)]
     runs += [(f"epsilon {e:g}", e, True) for e in args.epsilons]
     runs += [("not private", None, True)]
-    results = [one_run(setting, *run) for run in runs]
+    results = []
+    for run in runs:
+        results.append(one_run(setting, *run))
+        if setting.runtime.is_main:
+            write_results(setting, results)
     if not setting.runtime.is_main:
         return
     rows = [
@@ -269,15 +273,20 @@ def compare(setting: Setting) -> None:
     for number, prompt in enumerate(PROMPTS):
         say(f"\n{prompt}")
         say(table(("", ""), [(r.name, r.samples[number].strip()) for r in results]))
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "model", "seed")}
-    about = {
-        "options": options,
-        "processes": setting.runtime.world_size,
-        "torch": torch.__version__,
-    }
-    found = {**about, "device": setting.runtime.device.type, "runs": [vars(r) for r in results]}
-    Path(args.out, "results.json").write_text(json.dumps(found, indent=1) + "\n")
     say(f"\nModels and results.json are in {args.out}.")
+
+
+def write_results(setting: Setting, results: Sequence[Result]) -> None:
+    """What was found so far, with the options that it was found with."""
+    args, runtime = setting.args, setting.runtime
+    found = {
+        "options": {k: v for k, v in vars(args).items() if k not in ("out", "model", "seed")},
+        "processes": runtime.world_size,
+        "device": runtime.device.type,
+        "torch": torch.__version__,
+        "runs": [vars(result) for result in results],
+    }
+    Path(args.out, "results.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Shapes: B samples, T tokens, V tokens in the vocabulary, K classes.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -135,7 +136,9 @@ def with_lora(model: PreTrainedModel, rank: int) -> nn.Module:
     except ImportError as error:
         raise ValueError("--lora: needs peft; pip install peft") from error
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft asks transformers by a name that is to go
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def build_model(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from conversations import Conversation, encode_turns
+from conversations import Conversation, as_text, encode_turns, prompt_of
+from models import TextClassifier
+from problem import Problem
+from text_data import Text
+from tokenizer import OfModel, Tokenizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+ABOUT = "train_text.json"
+HEAD = "classifier_head.pt"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -38,9 +47,88 @@ def save_language_model(model: Any, folder: Path) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    plain(model, folder).save_pretrained(folder)
     with quiet():
+        plain(model, folder).save_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def save_and_show(
+    args: argparse.Namespace, problem: Problem, model: nn.Module, spent: float
+) -> str:
+    """Save the model, load it back, and say what the loaded one makes of a test row.
+
+    Args:
+        args: Options; the model goes to ``args.save``.
+        problem: Data and tokenizer.
+        model: A trained model, not sharded.
+        spent: Epsilon, which is written beside the model.
+    """
+    folder = Path(args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "task": args.task,
+        "classes": problem.classes,
+        "tokenizer": args.tokenizer,
+        "seq_length": args.seq_length,
+        "epsilon": spent,
+        "delta": args.delta,
+    }
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    if isinstance(problem.tokenizer, OfModel):
+        problem.tokenizer.model.save_pretrained(folder)
+    elif args.tokenizer == "bpe":
+        problem.tokenizer.save(folder)
+    example = problem.test.texts.texts[0]
+    if args.task == "lm":
+        loaded = save_language_model(model.model, folder)
+        shown = _continued(loaded, problem.tokenizer, example)
+    else:
+        loaded = save_classifier(model, folder)
+        shown = _classified(loaded, problem, example)
+    return f"saved in {folder}; loaded from there it says:\n{shown}"
+
+
+def _continued(model: Any, tokenizer: Tokenizer, example: Text) -> str:
+    if isinstance(example, str):
+        start = example[: max(1, min(40, len(example) // 2))]
+        before = start
+    else:
+        start = prompt_of(example)
+        before = as_text(start)[-200:]
+    return f"  {before!r}\n  -> {greedy(model, tokenizer, start, 32)!r}"
+
+
+@torch.no_grad()
+def _classified(model: nn.Module, problem: Problem, example: Text) -> str:
+    tokens, mask, _ = problem.task.collate([problem.test[0]])
+    chances = model(tokens, mask)[0].softmax(0)
+    best = int(chances.argmax())
+    text = example if isinstance(example, str) else as_text(example)
+    return f"  {text[:100]!r}\n  -> {problem.classes[best]} ({float(chances[best]):.0%} sure)"
+
+
+def save_classifier(model: TextClassifier, folder: Path) -> TextClassifier:
+    """Save a classifier: the transformer for ``from_pretrained``, its head beside it.
+
+    Returns:
+        The classifier as it was loaded back; see :func:`load_classifier`.
+    """
+    with quiet():
+        plain(model.backbone, folder).save_pretrained(folder)
+    torch.save(model.score.state_dict(), folder / HEAD)
+    return load_classifier(folder)
+
+
+def load_classifier(folder: Path) -> TextClassifier:
+    """The classifier that :func:`save_classifier` saved, on the CPU."""
+    from transformers import AutoModel
+
+    head = torch.load(folder / HEAD, weights_only=True)
+    with quiet():
+        backbone = AutoModel.from_pretrained(folder, local_files_only=True)
+    model = TextClassifier(backbone, len(head["bias"]))
+    model.score.load_state_dict(head)
+    return model.eval()
 
 
 def plain(model: Any, folder: Path) -> Any:
@@ -75,11 +163,10 @@ def greedy(model: Any, tokenizer: Any, turns: Conversation | str, length: int) -
         turns: What comes before; a text is continued.
         length: Largest number of tokens.
     """
+    end = tokenizer.encode("")[-1]
     if isinstance(turns, str):
-        end = tokenizer.encode("")[-1]
         tokens = tokenizer.encode(turns)[:-1]
     else:
-        end = tokenizer.encode("")[-1]
         tokens, _ = encode_turns(tokenizer, turns, answer_next=True)
     written: list[int] = []
     for _ in range(length):

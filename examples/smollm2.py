@@ -50,7 +50,13 @@ def export(folder: Path) -> Path:
         source = gguf_folder()
         options: dict[str, Any] = {"gguf_file": FILE, "local_files_only": True}
         AutoTokenizer.from_pretrained(source, **options).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+        read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+        # It remembers its four bits, and refuses to be saved; its weights are fp32.
+        config = type(read.config)(**read.config.to_dict())
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(read.state_dict())
         model.save_pretrained(folder)
         done.touch()
     return folder

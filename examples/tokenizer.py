@@ -114,6 +114,10 @@ class BytePairs:
         """Learned pieces alone."""
         return self._model.encode(text).ids
 
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary."""
+        self._model.save(str(folder / "tokenizer.json"))
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the pieces."""
         return self._model.decode([t for t in tokens if t >= _SPECIAL])

@@ -172,7 +172,7 @@ def private_epoch(
     reporter: Reporter,
     physical_batch: int,
     epsilon: Callable[[], float],
-    after_step: Callable[[], None],
+    after_step: Callable[[float, int], None],
     title: str,
 ) -> Meter:
     """One epoch of private training.
@@ -186,7 +186,7 @@ def private_epoch(
         reporter: Shows the progress.
         physical_batch: Largest number of samples that are processed at once.
         epsilon: Gives what has been spent.
-        after_step: Called after each physical batch.
+        after_step: Called after each physical batch with its mean loss and number of samples.
         title: Title of the bar.
 
     Returns:
@@ -203,9 +203,9 @@ def private_epoch(
             loss.backward()
             # Also for an empty batch: it is a step like any other.
             optimizer.step()
-            after_step()
             meter.add(loss.item(), len(batch[0]), int(batch[1].sum()))
             reporter.on_bar(meter, epsilon)
+            after_step(loss.item(), len(batch[0]))
     return meter
 
 
