@@ -17,6 +17,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "data.tsv").write_text(ROWS)
     (tmp_path / "one_class.tsv").write_text(ROWS.replace("\t1\n", "\t0\n"))
     (tmp_path / "data.txt").write_text(ROWS)
+    (tmp_path / "used" / "step-00000004-end").mkdir(parents=True)
     (tmp_path / "bad.tsv").write_bytes(ROWS.encode() + b"\xff\t1\n")
     for name, manifest in (("garbage", "{"), ("other", '{"format": 1, "files": {}}')):
         (tmp_path / name).mkdir()
@@ -60,6 +61,14 @@ CASES = [
     ("--resume other", "--resume other: not a checkpoint"),
     ("--checkpoint nowhere/a", "--checkpoint nowhere/a: its folder"),
     ("--checkpoint data.tsv", "--checkpoint data.tsv: a file"),
+    ("--checkpoint used", "--checkpoint used: holds step-00000004-end of another run; go on"),
+    ("--save small_vocabulary", "--save small_vocabulary: exists already"),
+    ("--save data.tsv/a", "--save data.tsv/a: the folder it is in"),
+    ("--text-column body", "no column 'body' in the header, which has ['text', 'label']"),
+    ("--label-column kind", "data.tsv, line 2: no column 'kind'"),
+    ("--test-data gone.tsv", "gone.tsv: cannot be read"),
+    ("--lora 0", "--lora: must be above 0"),
+    ("--log-clipped --grad-sample-mode hooks", "--log-clipped: the mode hooks"),
     ("--checkpoint-every 0", "--checkpoint-every: must be above 0"),
     ("--logdir data.tsv", "--logdir data.tsv: not a folder"),
     # what does not fit together
@@ -98,6 +107,13 @@ def test_the_good_options_of_the_refusals_are_accepted(folder, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", never)
     with pytest.raises(AssertionError, match="process group"):
         script.main(["--batch-size", "8", "--data", "data.tsv", "--checkpoint", "new"])
+
+
+def test_an_epsilon_out_of_reach_is_said_in_terms_of_options(folder, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--data", "data.tsv", "--batch-size", "8", "--epsilon", "0.00001"])
+    error = capsys.readouterr().err
+    assert "--epsilon 1e-05: no noise is enough" in error and "accountant" not in error
 
 
 def test_delta_is_below_one_in_the_number_of_rows(folder):
