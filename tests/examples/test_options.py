@@ -109,11 +109,11 @@ def test_the_good_options_of_the_refusals_are_accepted(folder, monkeypatch):
         script.main(["--batch-size", "8", "--data", "data.tsv", "--checkpoint", "new"])
 
 
-def test_an_epsilon_out_of_reach_is_said_in_terms_of_options(folder, capsys):
-    with pytest.raises(SystemExit):
-        script.main(["--data", "data.tsv", "--batch-size", "8", "--epsilon", "0.00001"])
-    error = capsys.readouterr().err
-    assert "--epsilon 1e-05: no noise is enough" in error and "accountant" not in error
+def test_an_epsilon_out_of_reach_is_said_in_terms_of_options(folder):
+    args = parse_arguments(["--epsilon", "0.001"])
+    with pytest.raises(ValueError, match=r"--epsilon 0\.001: no noise is enough"):  # noqa: SIM117
+        with script.plain_epsilon_error(args):
+            raise ValueError("target_epsilon = 0.001 is too low: even ... another accountant")
 
 
 def test_delta_is_below_one_in_the_number_of_rows(folder):
