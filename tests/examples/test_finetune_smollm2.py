@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import finetune_smollm2 as script
 import pytest
@@ -59,3 +60,13 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
 )
 def test_the_package_holds_the_weights():
     assert (script.gguf_folder() / FILE).stat().st_size > 50_000_000
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    folder = Path(script.__file__).parent
+    runs = json.loads((folder / "results" / "smollm2_lora_cpu.json").read_text())["runs"]
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert len(runs) > 2
+    for run in runs:
+        epsilon = "" if run["epsilon"] is None else f"{run['epsilon']:.2f}"
+        assert f"| {run['name']} | {run['perplexity']:.1f} | {epsilon} |" in text
