@@ -232,6 +232,7 @@ class Checkpointer:
 
     def _write(self, path: Path, rank: int, extra: dict[str, Any]) -> list[Path]:
         """Write this rank's part; the files that it consists of."""
+        self._optimizer._layout.key.agree()  # rank 0 alone writes it
         with all_or_none("saving a checkpoint"):
             torch.save(self._state_of_rank(), path / _rank_file(rank))
             if rank == 0:

@@ -88,6 +88,26 @@ def check_public_numbers(
         )
 
 
+def _check_prompts(module: nn.Module) -> None:
+    """Refuse PEFT's soft prompts: looked up once, and repeated for the samples by PEFT itself."""
+    for part in module.modules():
+        config = getattr(part, "active_peft_config", None)
+        kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+        if kind in _PROMPTS:
+            encoder: Any = getattr(part, "prompt_encoder", None)
+            names = [
+                f"prompt_encoder.{n}" for n, p in encoder.named_parameters() if p.requires_grad
+            ]
+            raise ValueError(
+                f"the model is a PEFT model of type {kind}, which computes one prompt from "
+                f"parameters {names[:5]} and repeats it for the samples, where their gradients "
+                "cannot be told apart. Plain LoRA (LoraConfig) works, and so does prefix tuning"
+            )
+
+
+_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
+
+
 def check_arguments(
     *,
     module: nn.Module,
@@ -106,6 +126,12 @@ def check_arguments(
     Raises:
         ValueError: It names the argument and says what to do.
     """
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, and one private step has one optimizer, "
+            "which clips the gradients of all parameters together: give one optimizer over all "
+            "trained parameters (with parameter groups, if they need different settings)"
+        )
     mode = mode_of(grad_sample_mode)
     get_optimizer_class(clipping, distributed=False, grad_sample_mode=grad_sample_mode)
     PrivacyParams(
@@ -133,6 +159,8 @@ def check_arguments(
             "values: each evaluation would be a release of its own, and line searches on noise "
             "fail. Use a first-order optimizer, such as SGD or AdamW"
         )
+    if grad_sample_mode not in ("ew", "no_op"):
+        _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))

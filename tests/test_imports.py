@@ -18,6 +18,7 @@ PACKAGE = ROOT / "opacus"
 ALLOWED = {
     "core": set(),
     "accountants": set(),
+    "auditing": set(),
     "version": set(),
     "layers": {"core", "utils"},
     "validators": {"core", "layers", "utils"},

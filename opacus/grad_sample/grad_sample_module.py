@@ -186,7 +186,7 @@ class GradSampleHooks(HeldParameters):
 
     def _is_sharded(self) -> bool:
         layers = self._recorder.layers
-        held = (p for layer in layers for p in layer.module._parameters.values())
+        held = (layer.parameter(name) for layer in layers for name in layer.spec.params)
         return is_fsdp(self._module) or any(is_dtensor(p) for p in held)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
@@ -299,10 +299,9 @@ class GradSampleHooks(HeldParameters):
         if not self._sees_loss:
             if not trains():
                 return  # other gradients than the parameters', by torch.autograd.grad
-            owners, held = record.layer.owners, record.layer.module._parameters
-            own = [
-                (owners[name], p) for name in record.spec.params if (p := held[name]) is not None
-            ]
+            layer = record.layer
+            held = [(layer.owners[name], layer.parameter(name)) for name in record.spec.params]
+            own = [(name, p) for name, p in held if p is not None]
             refuse_hooks(own)
         self.capture_backprops_hook(
             record.layer.module,

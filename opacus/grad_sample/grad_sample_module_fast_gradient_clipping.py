@@ -224,7 +224,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         known = ledger.known(record.layer.owners.values())
         for local, owner in record.layer.owners.items():
             if owner in known:
-                parameter: Any = record.layer.module._parameters[local]
+                parameter: Any = record.layer.parameter(local)
                 parameter._norm_sample = known[owner].sqrt()
 
     def _note_ordinary(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:

@@ -147,6 +147,12 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
         self.__setstate__({})
         self._set_up()
 
+    def __getattr__(self, name: str) -> Any:
+        # Schedule-free optimizers have these two; others do not, and are asked whether they do.
+        if name in ("train", "eval") and "original_optimizer" in self.__dict__:
+            return getattr(self.original_optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _set_up(self) -> None:
         """What a subclass adds to a new instance."""
 

@@ -55,7 +55,7 @@ class Unreached:
         if not self._waiting:
             return
         for other, local in self._waiting.pop(self._units[id(layer.module)], ()):
-            parameter = other.module._parameters[local]
+            parameter = other.parameter(local)
             if parameter is not None and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

@@ -64,27 +64,33 @@ class LayerHooks:
         """Put detached parameters in the places of the trainable ones."""
         if not self.recorder.active(module):
             return
-        parameters = self.layer.module._parameters
         kept: dict[str, nn.Parameter] = {}
         for name in self.layer.spec.params:
-            parameter = parameters.get(name)
+            parameters, local = self.layer.place(name)
+            parameter = parameters.get(local)
             if parameter is not None and parameter.requires_grad and not is_alias(parameter):
                 kept[name] = parameter
         self._swapped.append(kept)
         for name, parameter in kept.items():
-            parameters[name] = parameter.detach()  # type: ignore[assignment]
+            parameters, local = self.layer.place(name)
+            parameters[local] = parameter.detach()  # type: ignore[assignment]
 
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""
         while self._swapped:
-            self.layer.module._parameters.update(self._swapped.pop())
+            self._restore(self._swapped.pop())
+
+    def _restore(self, kept: dict[str, nn.Parameter]) -> None:
+        for name, parameter in kept.items():
+            parameters, local = self.layer.place(name)
+            parameters[local] = parameter
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
         if self._swapped:
             kept = self._swapped.pop()
-            self.layer.module._parameters.update(kept)
+            self._restore(kept)
             if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):

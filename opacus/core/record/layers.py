@@ -7,14 +7,18 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from opacus.core.record.readers import borrowed, held_for, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
+from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 
 
 @dataclass(eq=False)
 class Layer:
-    """A module whose directly owned parameters get per-sample gradients.
+    """A module whose parameters, those that its forward reads, get per-sample gradients.
+
+    Names of parameters that it reads from parts of it have dots; see :mod:`.readers`.
 
     Attributes:
         owners: Local parameter name -> name of the parameter in the model; the
@@ -42,6 +46,16 @@ class Layer:
         spec = given(spec)
         return replace(self, spec=spec, rule=UNIT_GRADIENTS, _parts={}), spec
 
+    def place(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+        """Where a parameter is: the dict that holds it, and its key there."""
+        path, _, local = name.rpartition(".")
+        return (self.module.get_submodule(path) if path else self.module)._parameters, local
+
+    def parameter(self, name: str) -> nn.Parameter | None:
+        """The parameter of this local name, as it is now."""
+        parameters, local = self.place(name)
+        return parameters.get(local)
+
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""
         if params not in self._parts:
@@ -57,30 +71,36 @@ class Layer:
         """Local names of the parameters that require gradients and that the optimizer holds."""
         names: list[str] = []
         for name in self.spec.params:
-            parameter = self.module._parameters.get(name)
+            parameter = self.parameter(name)
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
-    """One :class:`Layer` for each module that directly owns a trainable parameter.
+    """One :class:`Layer` for each module whose forward reads a trainable parameter of its own.
 
     Args:
         model: The model; modules that appear twice are listed once.
         choose: Picks the rule of a module.
     """
     owner = {id(p): name for name, p in model.named_parameters()}
+    parts = {id(part) for m in model.modules() if runs(m) for _, part in held_for(m)}
     layers = []
     for name, module in model.named_modules():
-        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+        if id(module) in parts and module is not model:
             continue
-        rule = choose(module)
+        others = {n: p for n, p in borrowed(module).items() if p.requires_grad}
+        own = any(p.requires_grad for p in module.parameters(recurse=False))
+        if not own and not others:
+            continue
+        # Known rules see their own parameters alone.
+        rule = GenericRule(module) if others else choose(module)
         try:
-            spec = make_spec(name, module, rule.options(module))
+            spec = make_spec(name, module, rule.options(module), others)
         except ValueError as error:
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
-        owners = {p: owner[id(module._parameters[p])] for p in spec.params}
+        owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
         batch_first = written.batch_leads or _own_layout(module, spec)
         features = written.features(spec)

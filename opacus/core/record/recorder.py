@@ -383,6 +383,7 @@ class Recorder:
         Raises:
             RuntimeError: The gradient is to be differentiated again, in which parameters take
                 part past the taps.
+            ValueError: The layer's rows are of no sample, and get a gradient.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -392,6 +393,8 @@ class Recorder:
                 "form per-sample gradients by torch.func (vmap of grad), or call disable_hooks() "
                 "or eval() before the forward pass if parameters do not learn from it"
             )
+        if use.refusal is not None:
+            raise ValueError(f"{use.refusal}. Nothing of this batch was added to the model")
         generation = use.forward_pass.generation
         generation.waiting.discard(use)
         generation.begun = True
@@ -432,7 +435,7 @@ class Recorder:
         if self.whose.repeats.open:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
-            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim)
+            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(

@@ -46,7 +46,7 @@ def regrouped(
     first = backprops[0]
     rule, outputs = layer.rule, first if len(backprops) == 1 else tuple(backprops)
     if rule.needs_parameters:
-        activations: Any = Call.of(layer.module, *rebuild(inputs), dim)
+        activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params)
     else:
         activations = tuple([prepared(t, first.dtype, first.shape[0]) for t in inputs])
     if units.dim is not None:

@@ -40,8 +40,8 @@ class Use:
     """
 
     __slots__ = (
-        "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "repeated",
-        "sink", "spec", "units",
+        "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "refusal",
+        "repeated", "sink", "spec", "units",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class Use:
         self.layer = layer
         self.spec = spec
         self.units: Units | None = None  # of its rows, if they are not the units themselves
+        self.refusal: str | None = None  # what to say if its rows, nobody's, get a gradient
         self.repeated = False  # whether one output was repeated for all samples
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
@@ -67,7 +68,7 @@ class Use:
 
     def register(self, output_shape: torch.Size, *, counted: bool) -> None:
         """Note that the layer ran; a recomputation is not counted as another use."""
-        if not counted:
+        if not counted or self.refusal is not None:
             return
         name, generation = self.spec.name, self.forward_pass.generation
         generation.uses[name] = generation.uses.get(name, 0) + 1

@@ -113,14 +113,14 @@ class LoneSample:
         parameters: dict[str, nn.Parameter] = {}
         places = []
         for layer in self._layers:
-            own = layer.module._parameters
-            for local, owner in layer.owners.items():
+            for name, owner in layer.owners.items():
+                own, local = layer.place(name)
                 parameter = own.get(local)
                 if is_alias(parameter):
                     return False
                 if parameter is None or not parameter.requires_grad:
                     continue
-                if local in layer.unheld:
+                if name in layer.unheld:
                     unheld = parameter.detach()
                     self._replaced.append((own, local, parameter, unheld))
                     own[local] = unheld  # type: ignore[assignment]

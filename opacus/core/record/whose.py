@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.tap import Use, differentiable
-from opacus.core.record.trail import Follower, can_follow
+from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
 
@@ -98,7 +98,10 @@ class WhoseRows:
         if follower is None or first.shape[:1] != (1,) or not follower.knows(spec, first):
             outputs = [self._spread(use, output, inputs) for output in outputs]
         if follower is not None:
-            use.units = follower.units_of(spec, inputs, outputs[0], use.batch_dim)
+            try:
+                use.units = follower.units_of(spec, inputs, outputs[0], use.batch_dim)
+            except NobodysRowsError as error:  # as DoRA runs an adapter, for its weight
+                use.refusal = str(error)
         elif recomputed:
             use.units = self._units_before(spec)
         elif use.forward_pass.batch == 1 and outputs[0].dim():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,10 +40,19 @@ class Call:
 
     @classmethod
     def of(
-        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_dim: int,
+        names: Iterable[str] = (),
     ) -> Call:
-        """A call with ``module``'s own tensors of now."""
+        """A call with ``module``'s own tensors of now, and those of its parts so named."""
         parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
+        for path, _, name in (n.rpartition(".") for n in names if "." in n):
+            held = module.get_submodule(path)._parameters[name]
+            assert held is not None
+            parameters[f"{path}.{name}"] = held.detach()
         buffers = {n: b for n, b in module._buffers.items() if b is not None}
         return cls(args, kwargs, parameters, buffers, batch_dim)
 
@@ -78,8 +87,8 @@ class Call:
 class GenericRule(LayerRule):
     """Runs ``module`` once more for each sample, as a batch of one.
 
-    Only parameters that the module owns directly are differentiated; those of its
-    children belong to their own rules. Tensor arguments with B rows are split into
+    Only parameters that the module's own forward reads are differentiated; those of its
+    other children belong to their own rules. Tensor arguments with B rows are split into
     samples, all others are given to every sample whole. A module that draws random
     numbers draws others than in the forward pass.
 

@@ -21,7 +21,7 @@ class LayerSpec:
     Attributes:
         name: Qualified name of the layer in the model, ``""`` for the root.
         kind: Class of the layer as it was written; see :func:`layer_kind`.
-        params: Local names of the trainable parameters that the layer owns directly.
+        params: Local names of the trainable parameters that the layer reads itself.
         shapes: Full (unsharded) shape of each of them.
         options: Static attributes that the rule asked for (stride, eps, ...).
     """
@@ -59,14 +59,21 @@ def layer_kind(module: nn.Module) -> type[nn.Module]:
             return kind
 
 
-def make_spec(name: str, module: nn.Module, options: Mapping[str, Any]) -> LayerSpec:
+def make_spec(
+    name: str,
+    module: nn.Module,
+    options: Mapping[str, Any],
+    others: Mapping[str, nn.Parameter] | None = None,
+) -> LayerSpec:
     """The spec of ``module``, as it is now: which parameters are trainable is read here.
 
     Args:
         name: Qualified name of the layer in the model.
         module: The layer.
         options: What its rule asked for.
+        others: Trainable parameters of parts of the layer, which its forward reads.
     """
     own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+    own.update(others or {})
     shapes = {n: tuple(p.shape) for n, p in own.items()}
     return LayerSpec(name, layer_kind(module), tuple(own), shapes, options)

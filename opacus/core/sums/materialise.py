@@ -110,7 +110,7 @@ class Materialise:
         grads = record.owned(grads)
         totals = record.owned(_totals(record, grads, 1 if late or not mean else record.mean_of))
         for name, grad in grads.items():
-            parameter = record.layer.module._parameters[name]
+            parameter = record.layer.parameter(name)
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             self._add(parameter, grad * record.mean_of if late else grad, record)

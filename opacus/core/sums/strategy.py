@@ -210,7 +210,8 @@ class Ghost:
         self.ledger = None
         self.start_sum()
         for layer in self.recorder.layers:
-            for parameter in layer.module._parameters.values():  # under FSDP2 unsharded ones
+            for name in layer.spec.params:
+                parameter = layer.parameter(name)  # under FSDP2 an unsharded one
                 if parameter is not None:
                     parameter.grad = None
         for _, parameter in self.parameters:
@@ -329,7 +330,7 @@ class TwoPass(Ghost):
     @each_layer
     def _add_gradient(self, record: Record) -> None:
         for name, grad in self._weighted(record).items():
-            parameter = record.layer.module._parameters[name]
+            parameter = record.layer.parameter(name)
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad

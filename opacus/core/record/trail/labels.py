@@ -56,6 +56,10 @@ class Lost:
 State = Labels | Lost | None
 
 
+class NobodysRowsError(ValueError):
+    """A layer's rows were computed from no input: they must get no gradient."""
+
+
 class ConflictError(Exception):
     """Elements of several units meet in one; ``layers`` are those whose rows were assumed."""
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.trail.computes import COMPUTES, pointwise
-from opacus.core.record.trail.labels import ConflictError, Labels, Lost, State
+from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
 from opacus.core.record.trail.memory import Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
@@ -93,6 +93,7 @@ class Trail(TorchDispatchMode):
         Raises:
             ValueError: The layer's rows are made of several units, or it is not known of which,
                 and they are not as many.
+            NobodysRowsError: They are computed from no input.
         """
         state = self.state(output)
         if isinstance(state, Labels):
@@ -112,8 +113,10 @@ class Trail(TorchDispatchMode):
             )
         rows = output.shape[batch_dim] if output.dim() > batch_dim else 0
         if rows != self.count:
+            states = [state, *before]
+            nobodys = state is None and all(s is None for s in states)
             reason = state.reason if isinstance(state, Lost) else "computed from no input"
-            raise ValueError(
+            raise (NobodysRowsError if nobodys else ValueError)(
                 f"{spec}, whose output is of shape {tuple(output.shape)}, gives {rows} rows in a "
                 f"batch of {self.count} samples, and whose they are is not known ({reason}). Let "
                 "the batch be the first dimension of its input (expand position ids to [batch, "

@@ -1,0 +1,264 @@
+"""A parameter belongs to the module whose forward reads it: PEFT's layers, containers, ..."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from tests.integrations.tiny import VOCABULARY, llama
+from tests.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
+
+peft = pytest.importorskip("peft")
+
+# PEFT asks transformers in a way that it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+MODES = ("hooks", "ghost", "ghost_bk")
+SAMPLES = 3
+
+
+def private(model: nn.Module, mode: str, criterion: nn.Module, c: float, count: int) -> Any:
+    """Model, optimizer and criterion, without noise."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    loader = DataLoader(TensorDataset(torch.zeros(count, 1)), batch_size=count)
+    result = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(parameters, lr=0.0), criterion=criterion,
+        data_loader=loader, noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False,
+        grad_sample_mode=mode,
+    )  # fmt: skip
+    return result[0], result[1], result[2] if len(result) == 4 else criterion
+
+
+def check(
+    model: nn.Module, mode: str, criterion: nn.Module, x: Tensor, y: Tensor, run: Any
+) -> None:
+    """The clipped mean of one step is that of the oracle, which clips every sample."""
+    rows = per_sample_gradients(
+        model, lambda m, batch: criterion(run(m, batch[0]), batch[1]), (x, y)
+    )
+    length = norms(rows)
+    c = float(length.min()) / 2
+    factors = c / (length + CLIPPING_EPS)
+    assert (length > c).all()
+    model = copy.deepcopy(model).double().train()
+    x = x.double() if x.is_floating_point() else x
+    wrapped, optimizer, loss = private(model, mode, criterion, c, len(x))
+    loss(run(wrapped, x), y).backward()
+    optimizer.step()
+    for name, parameter in zip(*trainable(model), strict=True):
+        expected = torch.einsum("b,b...->...", factors, rows[name]) / len(x)
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-9, msg=name)
+
+
+# --- PEFT ---
+
+
+class TokenLoss(nn.Module):
+    """Mean over the samples of each one's mean over its tokens."""
+
+    reduction = "mean"
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+        return each if self.reduction == "none" else each.mean()
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids).logits
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "LoRA of embeddings": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "trainable tokens": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2, 3]}
+    ),
+    "IA3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),
+    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+    "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=["q_proj"]),
+    "DoRA": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+}
+
+
+def adapted(config: Any) -> nn.Module:
+    """A tiny model with adapters that are not at their start, where half of them are zero."""
+    model = peft.get_peft_model(llama(), config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_are_exact(kind: str, mode: str) -> None:
+    model = adapted(CONFIGS[kind]())
+    ids = torch.randint(1, VOCABULARY, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
+    check(model, mode, TokenLoss(), ids, ids.roll(1, 1), logits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dora_is_refused_where_its_identity_has_as_many_rows_as_samples(mode: str) -> None:
+    model = adapted(CONFIGS["DoRA"]())
+    ids = torch.randint(1, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4))
+    with pytest.raises(ValueError, match="of no single sample"):
+        check(model, mode, TokenLoss(), ids, ids.roll(1, 1), logits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_soft_prompts_are_refused_by_name(name: str, mode: str) -> None:
+    changes = {"encoder_hidden_size": 8} if name == "PromptEncoderConfig" else {}
+    config = getattr(peft, name)(num_virtual_tokens=3, task_type="CAUSAL_LM", **changes)
+    model = peft.get_peft_model(llama(), config)
+    with pytest.raises(ValueError, match=r"prompt_encoder\.default.*Plain LoRA"):
+        private(model, mode, TokenLoss(), 1.0, SAMPLES)
+
+
+# --- other modules ---
+
+
+class Lists(nn.Module):
+    """Reads parameters in containers, also nested ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.randn(6, 5) * 0.3, torch.randn(6) * 0.3])
+        self.nested = nn.ModuleDict({"more": nn.ParameterDict({"gain": torch.ones(6)})})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.matrices[0].T + self.matrices[1]) * self.nested["more"]["gain"]
+
+
+class LowRank(nn.Module):
+    """A parametrization with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def low_rank() -> nn.Module:
+    return parametrize.register_parametrization(nn.Linear(5, 6), "weight", LowRank())
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {
+    "containers": Lists,
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(5, 6)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 6)),
+    "low rank": low_rank,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Reader(Net):
+    """Reads a parameter outside the module that runs with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.first.matrices[0].T[:, :3]
+
+
+def examples() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(6, 5), torch.randint(0, 3, (6,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", FIRST)
+def test_modules_that_read_parameters_of_parts(kind: str, mode: str) -> None:
+    torch.manual_seed(0)
+    check(Net(FIRST[kind]()), mode, nn.CrossEntropyLoss(), *examples(), lambda m, x: m(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_that_is_read_elsewhere_too_is_refused(mode: str) -> None:
+    x, y = examples()
+    model, optimizer, loss = private(Reader(Lists()), mode, nn.CrossEntropyLoss(), 0.1, len(x))
+    with pytest.raises(RuntimeError, match=r"first\.matrices\.0.*not clipped"):
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+class RowsOfNobody(nn.Module):
+    """Uses a layer on rows that come from no input, for its weight; maybe with gradients."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.layer, self.detach = nn.Linear(5, 3, bias=False), detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer(torch.eye(5, dtype=x.dtype))
+        weight = weight.detach() if self.detach else weight
+        return self.layer(x) / weight.norm()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_nobody_must_get_no_gradient(mode: str) -> None:
+    x, y = examples()
+    check(RowsOfNobody(True), mode, nn.CrossEntropyLoss(), x, y, lambda m, x: m(x))
+    model, _, loss = private(RowsOfNobody(False), mode, nn.CrossEntropyLoss(), 0.1, len(x))
+    with pytest.raises(ValueError, match=r"layer 'layer'.*computed from no input"):
+        loss(model(x), y).backward()
+
+
+# --- optimizers ---
+
+
+def test_several_optimizers_are_refused() -> None:
+    model = nn.Linear(5, 3)
+    both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"optimizer is a list.*one optimizer"):
+        PrivacyEngine().make_private(
+            module=model, optimizer=both, data_loader=DataLoader(TensorDataset(torch.zeros(4, 5))),
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+class ScheduleFree(torch.optim.SGD):
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+
+def test_train_and_eval_reach_the_users_optimizer() -> None:
+    model = nn.Linear(5, 3)
+    x, _ = examples()
+    loader = DataLoader(TensorDataset(x), batch_size=6)
+    own = ScheduleFree(model.parameters(), lr=0.1)
+    _, optimizer, _ = PrivacyEngine().make_private(
+        module=model, optimizer=own, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    optimizer.train()
+    assert own.training
+    optimizer.eval()
+    assert not own.training
+    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    optimizer.original_optimizer = plain
+    assert not hasattr(optimizer, "train")
