@@ -15,14 +15,25 @@ help:  ## show this list
 $(READY): requirements.txt setup.py pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed (the package itself runs on 3.10)" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the packages of requirements.txt into $(VENV): some minutes, PyTorch is the largest"
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@echo "Installing this package"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . || \
 		$(BIN)/python -m pip install --quiet --no-deps -e .
 	touch $(READY)
 
 demo: $(READY)  ## train a small transformer privately on real text, on 2 processes
-	OMP_NUM_THREADS=1 OPACUS_USE_DEFERRED_NORM=1 $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) \
-		examples/train_text_fsdp.py --task classify --grad-sample-mode ghost_fsdp
+	@echo "Training privately on movie reviews with $(RANKS) processes, then without privacy to compare"
+	rm -rf runs/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) \
+		examples/train_text_fsdp.py --grad-sample-mode ghost_fsdp_bk \
+		--logdir runs/demo/curves --save runs/demo/model
+	@echo
+	@echo "Model: runs/demo/model. What to do next:"
+	@echo "  $(BIN)/tensorboard --logdir runs/demo/curves"
+	@echo "  $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/train_text_fsdp.py --task lm \\"
+	@echo "      --model FOLDER --lora 8 --data YOURS.jsonl --save runs/mine   # an LLM, your texts"
+	@echo "  $(BIN)/python examples/train_text_fsdp.py --help"
 
 test: $(READY)  ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

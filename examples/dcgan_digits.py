@@ -200,6 +200,7 @@ def train(args: argparse.Namespace, data: Data, runtime: Runtime) -> Outcome:
     drawn = draw(trainer.mean, DRAWN, runtime)
     if args.images:
         save_images(drawn, args.images)
+        print(f"wrote drawn images to {args.images}")
     return report(args, private.engine, score(drawn, data.test, runtime), reporter)
 
 

@@ -5,6 +5,7 @@ Shapes: B samples, T tokens, V tokens in the vocabulary, K classes.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -120,7 +121,29 @@ def local_folder(model: str) -> Path | None:
     return folder
 
 
-def build_model(model: str, *, task: str, vocab_size: int, classes: int) -> nn.Module:
+def with_lora(model: PreTrainedModel, rank: int) -> nn.Module:
+    """The model with LoRA adapters in its linear layers; they alone are trained.
+
+    Args:
+        model: Changed in place.
+        rank: Rank of the adapters.
+
+    Raises:
+        ValueError: ``peft`` is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("--lora: needs peft; pip install peft") from error
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    with warnings.catch_warnings():  # peft asks transformers by a name that is to go
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, config)
+
+
+def build_model(
+    model: str, *, task: str, vocab_size: int, classes: int, lora: int | None = None
+) -> nn.Module:
     """A model for the task.
 
     Args:
@@ -129,6 +152,7 @@ def build_model(model: str, *, task: str, vocab_size: int, classes: int) -> nn.M
         task: ``"classify"`` or ``"lm"``.
         vocab_size: Number of tokens of the tokenizer.
         classes: Number of classes, for ``"classify"``.
+        lora: Rank of LoRA adapters; ``None``: all weights are trained.
 
     Raises:
         ValueError: The model cannot be read, or its vocabulary is smaller than the tokenizer's.
@@ -144,6 +168,8 @@ def build_model(model: str, *, task: str, vocab_size: int, classes: int) -> nn.M
                 f"--model {model} has {inner.config.vocab_size} tokens, but the tokenizer has "
                 f"{vocab_size}; use --tokenizer model or bytes"
             )
+    if lora is not None:
+        inner = with_lora(inner, lora)
     built = TextClassifier(inner, classes) if task == "classify" else LanguageModel(inner)
     return built.float().train()
 

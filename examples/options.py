@@ -15,9 +15,20 @@ from runtime import DEVICES, choose_device
 from text_data import SHIPPED, TASKS
 from tokenizer import KINDS
 
-from opacus.utils.checkpoint_folder import MANIFEST, latest_checkpoint
+from opacus.checkpoints.folder import MANIFEST, latest_checkpoint
 
-MODES = ("ghost_fsdp", "ghost", "hooks")
+MODES = (
+    "ghost_fsdp_bk",
+    "ghost_fsdp",
+    "flash_fsdp_bk",
+    "flash_fsdp",
+    "ghost_bk",
+    "ghost",
+    "flash_bk",
+    "flash",
+    "hooks",
+    "auto",
+)
 
 # What a resumed run must share with the one that it goes on with.
 SHARED = (
@@ -31,6 +42,7 @@ SHARED = (
     "delta",
     "max_grad_norm",
     "lr",
+    "lora",
 )
 
 
@@ -50,7 +62,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data and model").add_argument
     add("--task", choices=TASKS, default="classify", help="what to learn")
-    add("--data", default=str(SHIPPED), help="a .jsonl, .csv, .tsv or .txt file")
+    add("--data", default=str(SHIPPED), help="a .jsonl, .json, .csv, .tsv or .txt file")
+    add("--test-data", help="file with the test rows; if not given, a tenth of --data")
+    add("--text-column", help="if not given: text, or messages, or prompt and completion")
+    add("--label-column", help="if not given: label, or score (the label is score > 0)")
     add("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a local folder")
     add(
         "--tokenizer",
@@ -86,6 +101,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="samples that a process handles at once",
     )
     add("--lr", type=positive(float), default=3e-3, help="learning rate of AdamW")
+    add("--lora", type=positive(int), metavar="RANK", help="train LoRA adapters only")
     add("--seed", type=seed, help="repeats a run, for tests: who knows the seed knows the noise")
     add(
         "--baseline",
@@ -97,7 +113,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("files and device").add_argument
+    add("--save", metavar="FOLDER", help="save the trained model there; FOLDER must be new")
     add("--logdir", help="folder for TensorBoard")
+    add(
+        "--log-clipped",
+        action="store_true",
+        help="also log the share of samples that are clipped, to tune --max-grad-norm by; the "
+        "guarantee does not cover it",
+    )
     add("--checkpoint", help="folder to save to after each epoch; it keeps the last two")
     add("--checkpoint-every", type=positive(int), metavar="STEPS", help="save within epochs too")
     add(
@@ -123,6 +146,14 @@ def check_options(args: argparse.Namespace) -> None:
     """
     choose_device(args.device)
     _check_paths(args)
+    if args.log_clipped and not args.logdir:
+        raise ValueError("--log-clipped: needs --logdir, a folder for the curves")
+    if args.log_clipped and args.grad_sample_mode == "hooks":
+        raise ValueError("--log-clipped: the mode hooks does not keep norms; use ghost")
+    if args.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError("--lora: needs peft; pip install peft")
+    if args.label_column and args.task == "lm":
+        raise ValueError("--label-column: --task lm reads no labels; leave it out")
     if args.deferred is not None and args.grad_sample_mode == "hooks":
         raise ValueError(
             "--deferred, --no-deferred: the mode hooks has no norm pass that could be deferred; "
@@ -135,6 +166,24 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
+    _check_checkpoints(args)
+    if args.logdir and os.path.exists(args.logdir) and not os.path.isdir(args.logdir):
+        raise ValueError(f"--logdir {args.logdir}: not a folder")
+    if args.save is None:
+        return
+    if os.path.exists(args.save) and not (os.path.isdir(args.save) and not os.listdir(args.save)):
+        raise ValueError(f"--save {args.save}: exists already; choose a new folder")
+    if not _can_be_made(Path(args.save)):
+        raise ValueError(f"--save {args.save}: the folder it is in is read-only")
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Whether this folder could be made, with those that it is in."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def _check_checkpoints(args: argparse.Namespace) -> None:
     if args.checkpoint and not os.access(Path(args.checkpoint).absolute().parent, os.W_OK):
         raise ValueError(f"--checkpoint {args.checkpoint}: its folder is missing or read-only")
     if args.checkpoint and os.path.isfile(args.checkpoint):
@@ -145,8 +194,13 @@ def _check_paths(args: argparse.Namespace) -> None:
         if not args.checkpoint or Path(args.checkpoint) != Path(args.resume):
             raise ValueError(f"--resume {args.resume}: there is no complete checkpoint")
         args.resume = None  # the first start of a run that is restarted with the same options
-    if args.logdir and os.path.exists(args.logdir) and not os.path.isdir(args.logdir):
-        raise ValueError(f"--logdir {args.logdir}: not a folder")
+    used = latest_checkpoint(args.checkpoint) if args.checkpoint else None
+    resumed = newest(args.resume) if args.resume else None
+    if used is not None and (resumed is None or resumed.resolve() != used.resolve()):
+        raise ValueError(
+            f"--checkpoint {args.checkpoint}: holds {used.name} of another run; go on with it by "
+            f"--resume {args.checkpoint}, or choose another folder"
+        )
 
 
 def newest(path: str) -> Path | None:

@@ -56,6 +56,11 @@ class Reporter:
         speed *= self._processes  # the others have shares of the same size
         self._bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, ε {epsilon():.2f}")
 
+    @property
+    def draws(self) -> bool:
+        """Whether curves go anywhere."""
+        return self._writer is not None
+
     def curves(self, step: int, **values: float) -> None:
         """Add a point to each of these curves."""
         if self._writer is not None:

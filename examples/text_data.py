@@ -1,4 +1,4 @@
-"""Reads texts, with labels or without, and splits them into training and test rows.
+"""Texts, with labels or without, split into training and test rows.
 
 A row is the privacy unit. Whether it is a test row depends on its number and on a seed alone, so
 that adding a row moves no other one.
@@ -6,24 +6,43 @@ that adding a row moves no other one.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
-from collections.abc import Callable, Iterator
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conversations import Conversation, as_text, turns_in
+from text_files import DataError, rows_of, wanted
+
 SHIPPED = Path(__file__).parent / "data" / "movie_review_snippets.tsv"
 TASKS = ("classify", "lm")
+Label = int | str
+Text = str | Conversation
 
-# A row of a file: the line where it ends, and its columns.
-Row = tuple[int, dict[str, Any]]
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row's text and label are.
+
+    Attributes:
+        text: Name of the column; ``None``: ``text``, else ``messages``, else ``prompt`` and
+            ``completion``.
+        label: Name of the column; ``None``: ``label``, else ``score``, whose label is
+            ``score > 0``.
+    """
+
+    text: str | None = None
+    label: str | None = None
+
+    @property
+    def needed(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of columns, one of which holds the text."""
+        return ((self.text,),) if self.text else (("text",), ("messages",), _PAIR)
 
 
-class DataError(ValueError):
-    """A data file cannot be used; the message names the file, and the line if there is one."""
+_PAIR = ("prompt", "completion")
+_USUAL = Columns()
 
 
 @dataclass(frozen=True)
@@ -31,15 +50,20 @@ class Texts:
     """Rows of one split.
 
     Attributes:
-        texts: N texts, none blank.
+        texts: N texts, none blank; or conversations.
         labels: N class numbers from 0; all 0 for the task ``"lm"``.
     """
 
-    texts: list[str]
+    texts: list[Text]
     labels: list[int]
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def plain(self) -> list[str]:
+        """The texts; conversations as text."""
+        return [text if isinstance(text, str) else as_text(text) for text in self.texts]
 
 
 @dataclass(frozen=True)
@@ -52,24 +76,33 @@ class TextSplits:
 
     train: Texts
     test: Texts
-    classes: list[int]
+    classes: list[Label]
 
 
 def load_text(
-    path: str | Path = SHIPPED, *, task: str, test_fraction: float = 0.1, seed: int = 0
+    path: str | Path = SHIPPED,
+    *,
+    task: str,
+    test_fraction: float = 0.1,
+    seed: int = 0,
+    columns: Columns = _USUAL,
+    test_path: str | Path | None = None,
 ) -> TextSplits:
     """Read a file and split its rows.
 
     Args:
-        path: A ``.jsonl``, ``.csv`` or ``.tsv`` file in UTF-8 with a column ``text`` and, for
-            ``"classify"``, a column ``label`` (an integer) or ``score`` (a number; the label is
-            whether it is positive); or, for ``"lm"``, a ``.txt`` file with one document a line.
+        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file in UTF-8 with a column ``text``
+            (or ``messages``, or ``prompt`` and ``completion``) and, for ``"classify"``, a column
+            ``label`` (integers, or texts) or ``score`` (a number; the label is whether it is
+            positive); or, for ``"lm"``, a ``.txt`` file with one document a line.
         task: ``"classify"`` or ``"lm"``.
         test_fraction: Expected share of test rows, in (0, 1).
         seed: Seed of the split.
+        columns: Other names of the columns.
+        test_path: A file with the test rows: then all rows of ``path`` are trained on.
 
     Raises:
-        DataError: The file is missing, empty or malformed, or has rows of one class only.
+        DataError: A file is missing, empty or malformed, or has rows of one class only.
         ValueError: Another argument is out of range.
     """
     path = Path(path)
@@ -77,7 +110,7 @@ def load_text(
         raise ValueError(f"task must be one of {TASKS}, got {task!r}")
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be between 0 and 1, got {test_fraction}")
-    texts, labels = _parse(path, task)
+    texts, labels = _parse(path, task, columns)
     classes = sorted(set(labels))
     if task == "classify" and len(classes) < 2:
         raise DataError(
@@ -85,6 +118,9 @@ def load_text(
             "of two classes or more"
         )
     number = {label: index for index, label in enumerate(classes)}
+    if test_path is not None:
+        test = _test_rows(Path(test_path), task, columns, number)
+        return TextSplits(Texts(texts, [number[label] for label in labels]), test, classes)
     sides: tuple[list[int], list[int]] = ([], [])
     for row in range(len(texts)):
         sides[_is_test(row, test_fraction, seed)].append(row)
@@ -101,128 +137,87 @@ def _is_test(row: int, fraction: float, seed: int) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def _parse(path: Path, task: str) -> tuple[list[str], list[int]]:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path}: the name must end in {', '.join(_READERS)}")
-    if reader is _read_txt and task == "classify":
+def _test_rows(path: Path, task: str, columns: Columns, number: dict[Label, int]) -> Texts:
+    texts, labels = _parse(path, task, columns)
+    unknown = sorted({repr(label) for label in labels if label not in number})
+    if unknown:
+        raise DataError(
+            f"{path}: labels {', '.join(unknown)}, but the training rows have {list(number)}"
+        )
+    return Texts(texts, [number[label] for label in labels])
+
+
+def _parse(path: Path, task: str, columns: Columns) -> tuple[list[Text], list[Label]]:
+    if path.suffix.lower() == ".txt" and task == "classify":
         raise DataError(
             f"{path}: a .txt file has no labels; use --task lm, or a .jsonl, .csv or .tsv file"
         )
-    texts, labels = [], []
-    for line, columns in reader(path, _decode(path)):
-        texts.append(_text(path, line, columns))
-        labels.append(_label(path, line, columns) if task == "classify" else 0)
+    texts: list[Text] = []
+    labels: list[Label] = []
+    for where, row in rows_of(path, columns.needed):
+        try:
+            text = _text(row, columns)
+            texts.append(
+                as_text(text) if task == "classify" and not isinstance(text, str) else text
+            )
+            labels.append(_label(row, columns.label, labels) if task == "classify" else 0)
+        except ValueError as error:
+            raise DataError(f"{path}, {where}: {error}") from None
     if not texts:
         raise DataError(f"{path}: the file has no rows")
     return texts, labels
 
 
-def _decode(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        byte = error.object[error.start]
-        raise DataError(
-            f"{path}, line {line}: byte 0x{byte:02x} is not valid UTF-8; convert the file to UTF-8"
-        ) from error
-
-
-# --- columns ---
-
-
-def _text(path: Path, line: int, columns: dict[str, Any]) -> str:
-    text = columns.get("text")
+def _text(row: dict[str, Any], columns: Columns) -> Text:
+    for group in columns.needed:
+        if all(name in row for name in group):
+            break
+    else:
+        raise ValueError(f"no column {wanted(columns.needed)}; there are {list(row)}")
+    if group in (("messages",), _PAIR):
+        return turns_in(row)
+    text = row[group[0]]
     if not isinstance(text, str):
-        raise DataError(f"{path}, line {line}: no column 'text'")
+        raise ValueError(f"the {group[0]} is {'null' if text is None else repr(text)}, not a text")
     if not text.strip():
-        raise DataError(f"{path}, line {line}: the text is blank")
+        raise ValueError(f"the {group[0]} is blank")
     return text
 
 
-def _label(path: Path, line: int, columns: dict[str, Any]) -> int:
-    name = "label" if "label" in columns else "score"
-    value = columns.get(name)
+def _label(row: dict[str, Any], column: str | None, before: list[Label]) -> Label:
+    name = column or ("label" if "label" in row else "score")
+    value = row.get(name)
     if value is None:
-        raise DataError(f"{path}, line {line}: no column 'label' or 'score'")
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        number = float(value)
-        label = int(number) if name == "label" else int(number > 0)
-        if number != number or (name == "label" and label != number):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        kind = "an integer" if name == "label" else "a number"
-        raise DataError(f"{path}, line {line}: the {name} is {value!r}, not {kind}") from None
+        raise ValueError(
+            f"no column {repr(column) if column else repr('label') + ' or ' + repr('score')}"
+        )
+    if column is None and name == "score":
+        return int(_number(value, "the score") > 0)
+    label = _integer_or_text(value, name)
+    if before and type(before[0]) is not type(label):
+        kind = "an integer" if isinstance(before[0], int) else "a text"
+        raise ValueError(f"the {name} is {value!r}, not {kind} like those before it")
     return label
 
 
-# --- formats ---
-
-
-def _read_txt(path: Path, content: str) -> Iterator[Row]:
-    for line, text in enumerate(content.split("\n"), start=1):
-        if text.strip():
-            yield line, {"text": text.removesuffix("\r")}
-
-
-def _read_jsonl(path: Path, content: str) -> Iterator[Row]:
-    for line, text in enumerate(content.split("\n"), start=1):
-        if not text.strip():
-            continue
-        try:
-            columns = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {line}: not JSON ({error.msg})") from error
-        if not isinstance(columns, dict):
-            raise DataError(f"{path}, line {line}: not a JSON object")
-        yield line, columns
-
-
-def _read_csv(path: Path, content: str) -> Iterator[Row]:
-    yield from _read_table(path, content, strict=True)
-
-
-def _read_tsv(path: Path, content: str) -> Iterator[Row]:
-    yield from _read_table(path, content, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _read_table(path: Path, content: str, **form: Any) -> Iterator[Row]:
-    # newline="" keeps line ends, so that quoted fields may span lines.
-    reader = csv.reader(io.StringIO(content, newline=""), **form)
-    header: list[str] = []
+def _number(value: Any, what: str) -> float:
     try:
-        for fields in reader:
-            if not fields:
-                continue
-            if not header:
-                header = fields
-                _check_header(path, reader.line_num, header)
-            elif len(fields) != len(header):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: {len(fields)} columns, but the header has "
-                    f"{len(header)}"
-                )
-            else:
-                yield reader.line_num, dict(zip(header, fields, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{what} is {value!r}, not a number")
+    return number
 
 
-def _check_header(path: Path, line: int, header: list[str]) -> None:
-    if "text" not in header:
-        raise DataError(f"{path}, line {line}: no column 'text' in the header, which has {header}")
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".txt": _read_txt,
-}
+def _integer_or_text(value: Any, name: str) -> Label:
+    """A label. What looks like a number has to be an integer."""
+    try:
+        number = _number(value, name)
+    except ValueError:
+        if isinstance(value, str) and value.strip() and value.strip().lower() != "nan":
+            return value
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f"the {name} is {value!r}, neither an integer nor a text")
+    return int(number)

@@ -29,7 +29,13 @@ class Tokenizer(Protocol):
     reversible: bool  # whether the text can be had back, so that a language model makes sense
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers; at least one."""
+        """Token numbers with begin and end marks; at least one."""
+
+    def plain(self, text: str) -> list[int]:
+        """Token numbers without marks."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token numbers, without marks; only if ``reversible``."""
 
 
 class HashedWords:
@@ -48,6 +54,12 @@ class HashedWords:
         words = self._pattern.findall(text.lower())
         return [1 + zlib.crc32(word.encode()) % self._buckets for word in words]
 
+    plain = encode
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Hashes are no text."""
+        raise TypeError("words that were hashed cannot be had back")
+
 
 class Bytes:
     """The bytes of the UTF-8 text between a begin and an end mark."""
@@ -58,7 +70,15 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         """Begin mark, bytes, end mark."""
-        return [BEGIN, *(byte + _SPECIAL for byte in text.encode()), END]
+        return [BEGIN, *self.plain(text), END]
+
+    def plain(self, text: str) -> list[int]:
+        """Bytes alone."""
+        return [byte + _SPECIAL for byte in text.encode()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the bytes among the tokens."""
+        return bytes(t - _SPECIAL for t in tokens if t >= _SPECIAL).decode(errors="replace")
 
 
 class BytePairs:
@@ -88,33 +108,69 @@ class BytePairs:
 
     def encode(self, text: str) -> list[int]:
         """Begin mark, learned pieces, end mark."""
-        return [BEGIN, *self._model.encode(text).ids, END]
+        return [BEGIN, *self.plain(text), END]
+
+    def plain(self, text: str) -> list[int]:
+        """Learned pieces alone."""
+        return self._model.encode(text).ids
+
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary."""
+        self._model.save(str(folder / "tokenizer.json"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the pieces."""
+        return self._model.decode([t for t in tokens if t >= _SPECIAL])
 
 
-class FromFolder:
+class OfModel:
+    """The tokenizer of a model in the format of ``transformers``."""
+
+    reversible: ClassVar[bool] = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.vocab_size = len(model)
+        self._end = model.eos_token_id or 0
+        self.pad = self._end if model.pad_token_id is None else model.pad_token_id
+        self.template = self._rendered if getattr(model, "chat_template", None) else None
+
+    def encode(self, text: str) -> list[int]:
+        """What the tokenizer makes of the text, with an end mark."""
+        ids = self.model(text)["input_ids"] if text else [*self._begin()]
+        return ids if ids and ids[-1] == self._end else [*ids, self._end]
+
+    def plain(self, text: str) -> list[int]:
+        """What it makes of the text, without marks."""
+        return self.model(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text without special tokens."""
+        return self.model.decode(list(tokens), skip_special_tokens=True)
+
+    def _begin(self) -> list[int]:
+        return [t for t in self.model("")["input_ids"] if t != self._end]
+
+    def _rendered(self, turns: Sequence[tuple[str, str]], answer_next: bool) -> str:
+        """Turns as the chat template writes them."""
+        messages = [{"role": role, "content": text} for role, text in turns]
+        return self.model.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answer_next
+        )
+
+
+def from_folder(folder: Path) -> OfModel:
     """The tokenizer that lies in a model's folder.
 
     Raises:
         ValueError: There is none that can be read.
     """
+    from transformers import AutoTokenizer
 
-    reversible: ClassVar[bool] = True
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._model: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"--model {folder}: its tokenizer cannot be read ({error})") from error
-        self.vocab_size = len(self._model)
-        self._end = self._model.eos_token_id or 0
-        self.pad = self._end if self._model.pad_token_id is None else self._model.pad_token_id
-
-    def encode(self, text: str) -> list[int]:
-        """What the tokenizer makes of the text, with an end mark."""
-        ids = self._model(text)["input_ids"]
-        return ids if ids and ids[-1] == self._end else [*ids, self._end]
+    try:
+        return OfModel(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {folder}: its tokenizer cannot be read ({error})") from error
 
 
 def make_tokenizer(kind: str, texts: Sequence[str], folder: Path | None = None) -> Tokenizer:
@@ -131,7 +187,7 @@ def make_tokenizer(kind: str, texts: Sequence[str], folder: Path | None = None) 
     if kind == "model":
         if folder is None:
             raise ValueError("--tokenizer model needs --model to be a local folder")
-        return FromFolder(folder)
+        return from_folder(folder)
     makers = {"words": HashedWords, "bytes": Bytes, "bpe": lambda: BytePairs(texts)}
     if kind not in makers:
         raise ValueError(f"--tokenizer must be one of {KINDS}, got {kind!r}")

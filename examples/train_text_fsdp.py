@@ -25,46 +25,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from arguments import check_against_data
-from models import SampleCrossEntropy, build_model, local_folder
-from options import (
-    check_options,
-    check_resumed,
-    choose_tokenizer,
-    newest,
-    parse_arguments,
-    shared_settings,
-)
+from models import SampleCrossEntropy
+from options import check_options, check_resumed, newest, parse_arguments, shared_settings
+from problem import Problem, load_problem, new_model, new_optimizer
 from reporting import Reporter, table
-from runtime import Runtime, running, this_rank
-from text_data import load_text
-from tokenizer import Tokenizer, make_tokenizer
+from runtime import Runtime, running
+from saving import full_state, save_and_show
+from steps import AfterStep
+from stopping import Stopped, StopRequest, short_errors
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
-from training import (
-    EncodedTexts,
-    Task,
-    evaluate,
-    private_epoch,
-    simple_baseline,
-    train_without_privacy,
-)
+from training import evaluate, private_epoch, simple_baseline, train_without_privacy
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.distributed_checkpoint import Checkpointer, read_extra
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 
-
-@dataclass(frozen=True)
-class Problem:
-    """The data as token numbers, and what is to be learned from it."""
-
-    task: Task
-    tokenizer: Tokenizer
-    classes: int
-    train: EncodedTexts
-    test: EncodedTexts
+SCRIPT = "train_text_fsdp.py"
 
 
 @dataclass(frozen=True)
@@ -91,65 +70,50 @@ def prepare(args: argparse.Namespace) -> tuple[Problem, nn.Module]:
     return problem, new_model(args, problem)
 
 
-def load_problem(args: argparse.Namespace) -> Problem:
-    """Read the data and tokenise it."""
-    args.tokenizer = choose_tokenizer(args)
-    splits = load_text(args.data, task=args.task)
-    check_against_data(args, len(splits.train))
-    tokenizer = make_tokenizer(args.tokenizer, splits.train.texts, local_folder(args.model))
-    return Problem(
-        task=Task.of(args.task, tokenizer.pad),
-        tokenizer=tokenizer,
-        classes=len(splits.classes),
-        train=EncodedTexts(splits.train, tokenizer, args.seq_length),
-        test=EncodedTexts(splits.test, tokenizer, args.seq_length),
-    )
-
-
-def new_model(args: argparse.Namespace, problem: Problem) -> nn.Module:
-    """A model with the same weights on all processes. They are no secret, unlike the noise."""
-    torch.manual_seed(args.seed or 0)
-    return build_model(
-        args.model,
-        task=args.task,
-        vocab_size=problem.tokenizer.vocab_size,
-        classes=problem.classes,
-    )
-
-
-def new_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, of the private run and of the baseline."""
-    return torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-
-
 def make_private(
     args: argparse.Namespace, problem: Problem, runtime: Runtime, model: nn.Module
 ) -> Private:
     """Distribute the model and make its training private."""
     model = model.to(runtime.device)
-    if "fsdp" in args.grad_sample_mode:
+    sharded = args.grad_sample_mode == "auto" and runtime.world_size > 1
+    if sharded or "fsdp" in args.grad_sample_mode:
         model = FSDP2Wrapper(model)
     elif runtime.world_size > 1:
         model = DifferentiallyPrivateDistributedDataParallel(model)
     criterion = SampleCrossEntropy()
     engine = PrivacyEngine(secure_mode=args.secure_mode)
-    made = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=new_optimizer(args, model),
-        criterion=criterion,
-        data_loader=DataLoader(
-            problem.train, args.batch_size, shuffle=True, collate_fn=problem.task.collate
-        ),
-        target_epsilon=args.epsilon,
-        target_delta=args.delta,
-        epochs=args.epochs,
-        max_grad_norm=args.max_grad_norm,
-        grad_sample_mode=args.grad_sample_mode,
-        **({} if args.deferred is None else {"deferred_norm": args.deferred}),
-    )
+    with plain_epsilon_error(args):
+        made = engine.make_private_with_epsilon(
+            module=model,
+            optimizer=new_optimizer(args, model),
+            criterion=criterion,
+            data_loader=DataLoader(
+                problem.train, args.batch_size, shuffle=True, collate_fn=problem.task.collate
+            ),
+            target_epsilon=args.epsilon,
+            target_delta=args.delta,
+            epochs=args.epochs,
+            max_grad_norm=args.max_grad_norm,
+            grad_sample_mode=args.grad_sample_mode,
+            **({} if args.deferred is None else {"deferred_norm": args.deferred}),
+        )
     if len(made) == 3:  # modes that leave the criterion alone do not return it
         made = (*made[:2], criterion, made[2])
     return Private(engine, *made)
+
+
+@contextlib.contextmanager
+def plain_epsilon_error(args: argparse.Namespace) -> Iterator[None]:
+    """Say in terms of options that no noise is enough for ``--epsilon``."""
+    try:
+        yield
+    except ValueError as error:
+        if "is too low" not in str(error):
+            raise
+        raise ValueError(
+            f"--epsilon {args.epsilon:g}: no noise is enough for so little; raise --epsilon or "
+            "--delta, or lower --epochs or --batch-size"
+        ) from error
 
 
 def own_settings(args: argparse.Namespace, problem: Problem) -> dict[str, Any]:
@@ -206,17 +170,16 @@ def train(
     *,
     runtime: Runtime,
     reporter: Reporter,
+    stop: StopRequest,
     finished: int,
 ) -> None:
     """The epochs that are left, with a line and a checkpoint after each."""
     epsilon = partial(private.engine.get_epsilon, args.delta)
     extra = {"settings": own_settings(args, problem)}
     checkpoints = private.checkpoints if args.checkpoint else None
-
-    def after_step() -> None:
-        if checkpoints is not None and args.checkpoint_every is not None:
-            checkpoints.save_every(args.checkpoint_every, extra)
-
+    after_step = AfterStep(
+        args, private, runtime=runtime, reporter=reporter, stop=stop, extra=extra
+    )
     for epoch in range(finished + 1, args.epochs + 1):
         meter = private_epoch(
             private.model,
@@ -236,7 +199,8 @@ def train(
             f"epoch {epoch}/{args.epochs}  loss {loss:.3f}  test {shown(args, score)}  "
             f"epsilon {epsilon():.2f}  {speed:,.0f} tokens/s"
         )
-        reporter.curves(epoch, loss=loss, test=score, epsilon=epsilon(), tokens_per_second=speed)
+        step = len(private.engine.accountant)
+        reporter.curves(step, test=score, tokens_per_second=speed, epsilon=epsilon())
         if checkpoints is not None:
             checkpoints.save(epoch_ended=True, extra=extra)
 
@@ -285,6 +249,12 @@ def report(
     """The closing table."""
     score = test_score(args, problem, private.model, runtime)
     spent = private.engine.get_epsilon(args.delta)
+    if args.save is not None:
+        state = full_state(private.model)
+        if runtime.is_main:
+            model = new_model(args, problem)
+            model.load_state_dict(state)
+            reporter.say("\n" + save_and_show(args, problem, model, spent))
     guess = {"classify": "majority class", "lm": "token frequencies"}[args.task]
     vocab_size = problem.tokenizer.vocab_size
     simple = simple_baseline(problem.task, problem.train, problem.test, vocab_size)
@@ -310,34 +280,37 @@ def run(
     )
     if args.tokenizer == "bpe":
         reporter.say("warning: the vocabulary of --tokenizer bpe is learned without privacy")
-    train(args, problem, private, runtime=runtime, reporter=reporter, finished=finished)
+    stop = StopRequest(runtime)
+    try:
+        with stop.listening():
+            train(
+                args,
+                problem,
+                private,
+                runtime=runtime,
+                reporter=reporter,
+                stop=stop,
+                finished=finished,
+            )
+    except Stopped as end:
+        reporter.close()
+        reporter.say(f"\n{end}")
+        sys.exit(130)
     report(args, problem, private, runtime=runtime, reporter=reporter)
     reporter.close()
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Turn what is refused into one line for the user."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        if this_rank() == 0:
-            print(f"train_text_fsdp.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the example with these options."""
     args = parse_arguments(argv)
-    with refusing():
+    with short_errors(SCRIPT):
         problem, model = prepare(args)
-    with running(args.device) as runtime:
-        with refusing():
-            seed_run(runtime.shared_seed(args.seed), repeatable=args.seed is not None)
-            private = make_private(args, problem, runtime, model)
-            private, finished = with_checkpoints(args, private)
+    with running(args.device) as runtime, short_errors(SCRIPT):
+        seed_run(runtime.shared_seed(args.seed), repeatable=args.seed is not None)
+        private = make_private(args, problem, runtime, model)
+        private, finished = with_checkpoints(args, private)
         run(args, problem, private, runtime, finished)
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # torchrun's closing report names the error

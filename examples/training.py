@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from conversations import encode_turns
 from models import IGNORE, SampleCrossEntropy
 from reporting import Meter, Reporter
 from runtime import Runtime
-from text_data import Texts
+from text_data import Text, Texts
 from tokenizer import Tokenizer, pad_right
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -24,8 +25,28 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 Batch = tuple[Tensor, Tensor, Tensor]
-# Token numbers of a text, and its class.
-Encoded = tuple[list[int], int]
+
+
+class Encoded(NamedTuple):
+    """A text as token numbers.
+
+    Attributes:
+        tokens: T numbers.
+        label: Its class.
+        learned: Which of the tokens a language model learns to write; ``None``: all.
+    """
+
+    tokens: list[int]
+    label: int
+    learned: list[bool] | None = None
+
+    @property
+    def targets(self) -> list[int]:
+        """The next tokens, T - 1 numbers; ``IGNORE`` where they are not to be learned."""
+        if self.learned is None:
+            return self.tokens[1:]
+        after = zip(self.tokens[1:], self.learned[1:], strict=True)
+        return [token if learn else IGNORE for token, learn in after]
 
 
 class EncodedTexts(Dataset[Encoded]):
@@ -38,8 +59,18 @@ class EncodedTexts(Dataset[Encoded]):
     """
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, max_length: int) -> None:
-        tokens = (tokenizer.encode(text)[:max_length] for text in texts.texts)
-        self.rows = list(zip(tokens, texts.labels, strict=True))
+        self.texts = texts
+        self.rows = [
+            self._encoded(tokenizer, text, label, max_length)
+            for text, label in zip(texts.texts, texts.labels, strict=True)
+        ]
+
+    @staticmethod
+    def _encoded(tokenizer: Tokenizer, text: Text, label: int, length: int) -> Encoded:
+        if isinstance(text, str):
+            return Encoded(tokenizer.encode(text)[:length], label)
+        tokens, learned = encode_turns(tokenizer, text)
+        return Encoded(tokens[:length], label, learned[:length])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,18 +78,23 @@ class EncodedTexts(Dataset[Encoded]):
     def __getitem__(self, index: int) -> Encoded:
         return self.rows[index]
 
+    @property
+    def without_targets(self) -> int:
+        """Number of texts of which a language model learns nothing."""
+        return sum(all(t == IGNORE for t in row.targets) for row in self.rows)
+
 
 def collate_classify(samples: Sequence[Encoded], pad: int) -> Batch:
     """Batch for classification."""
-    tokens, mask = pad_right([row for row, _ in samples], pad)
-    return tokens, mask, torch.tensor([label for _, label in samples])
+    tokens, mask = pad_right([sample.tokens for sample in samples], pad)
+    return tokens, mask, torch.tensor([sample.label for sample in samples])
 
 
 def collate_lm(samples: Sequence[Encoded], pad: int) -> Batch:
     """Batch for language modelling: each token predicts the next one."""
-    tokens, mask = pad_right([row[:-1] for row, _ in samples], pad)
-    targets, _ = pad_right([row[1:] for row, _ in samples], pad)
-    return tokens, mask, targets.masked_fill(mask == 0, IGNORE)
+    tokens, mask = pad_right([sample.tokens[:-1] for sample in samples], pad)
+    targets, _ = pad_right([sample.targets for sample in samples], IGNORE)
+    return tokens, mask, targets
 
 
 @dataclass(frozen=True)
@@ -136,7 +172,7 @@ def private_epoch(
     reporter: Reporter,
     physical_batch: int,
     epsilon: Callable[[], float],
-    after_step: Callable[[], None],
+    after_step: Callable[[float, int], None],
     title: str,
 ) -> Meter:
     """One epoch of private training.
@@ -150,7 +186,7 @@ def private_epoch(
         reporter: Shows the progress.
         physical_batch: Largest number of samples that are processed at once.
         epsilon: Gives what has been spent.
-        after_step: Called after each physical batch.
+        after_step: Called after each physical batch with its mean loss and number of samples.
         title: Title of the bar.
 
     Returns:
@@ -167,9 +203,9 @@ def private_epoch(
             loss.backward()
             # Also for an empty batch: it is a step like any other.
             optimizer.step()
-            after_step()
             meter.add(loss.item(), len(batch[0]), int(batch[1].sum()))
             reporter.on_bar(meter, epsilon)
+            after_step(loss.item(), len(batch[0]))
     return meter
 
 
@@ -227,11 +263,12 @@ def simple_baseline(task: Task, train: EncodedTexts, test: EncodedTexts, vocab_s
         frequencies, each raised by one, on the test split.
     """
     if task.name == "classify":
-        counts = torch.bincount(torch.tensor([label for _, label in test.rows]))
+        counts = torch.bincount(torch.tensor([row.label for row in test.rows]))
         return float(counts.max() / counts.sum())
     seen, asked = (
         torch.bincount(
-            torch.tensor([t for row, _ in data.rows for t in row[1:]]), minlength=vocab_size
+            torch.tensor([t for row in data.rows for t in row.targets if t != IGNORE]),
+            minlength=vocab_size,
         )
         for data in (train, test)
     )

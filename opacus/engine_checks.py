@@ -26,8 +26,9 @@ from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.whole import lone_sample_from_environment
 from opacus.core.step.auto import Choice, chosen_for
-from opacus.core.step.modes import AUTO, MODES, Mode, mode_of
+from opacus.core.step.modes import AUTO, MODES, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
+from opacus.engine_settings import Settings
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
 )
@@ -39,12 +40,13 @@ from opacus.optimizers.utils import check_norm_count, params
 logger = logging.getLogger(__name__)
 
 
-def check_privacy_unit(privacy_unit: str | None, grad_sample_mode: str, wrap_model: bool) -> None:
+def check_privacy_unit(settings: Settings) -> None:
     """Check ``make_private``'s argument that names the units.
 
     Raises:
         ValueError: It is no name, or there is nothing that could look at the model's arguments.
     """
+    privacy_unit, grad_sample_mode = settings.privacy_unit, settings.grad_sample_mode
     if privacy_unit is None:
         return
     if not isinstance(privacy_unit, str) or not privacy_unit:
@@ -52,7 +54,7 @@ def check_privacy_unit(privacy_unit: str | None, grad_sample_mode: str, wrap_mod
             "privacy_unit must be the name of an argument of the model (or the key of its batch), "
             f"such as 'unit_ids', got {privacy_unit!r}"
         )
-    if not wrap_model:
+    if not settings.wrap_model:
         raise ValueError(
             "privacy_unit needs wrap_model=True: it is the wrapper that takes the units from the "
             "model's arguments"
@@ -108,36 +110,26 @@ def _check_prompts(module: nn.Module) -> None:
 _PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
 
 
-def check_arguments(
-    *,
-    module: nn.Module,
-    optimizer: Optimizer,
-    noise_multiplier: float,
-    max_grad_norm: float | list[float],
-    loss_reduction: str,
-    clipping: str,
-    grad_sample_mode: str,
-) -> Mode:
+def check_arguments(settings: Settings) -> None:
     """Check the arguments of ``make_private`` that need no loader.
-
-    Returns:
-        The mode that ``grad_sample_mode`` names.
 
     Raises:
         ValueError: It names the argument and says what to do.
     """
+    module, optimizer = settings.module, settings.optimizer
     if isinstance(optimizer, (list, tuple, dict)):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}, and one private step has one optimizer, "
             "which clips the gradients of all parameters together: give one optimizer over all "
             "trained parameters (with parameter groups, if they need different settings)"
         )
-    mode = mode_of(grad_sample_mode)
-    get_optimizer_class(clipping, distributed=False, grad_sample_mode=grad_sample_mode)
+    clipping, max_grad_norm = settings.clipping, settings.max_grad_norm
+    mode_of(settings.grad_sample_mode)
+    get_optimizer_class(clipping, distributed=False, grad_sample_mode=settings.grad_sample_mode)
     PrivacyParams(
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=settings.noise_multiplier,
         max_grad_norm=max_grad_norm,
-        loss_reduction=loss_reduction,
+        loss_reduction=settings.loss_reduction,
     )
     if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
         raise ValueError(
@@ -159,12 +151,11 @@ def check_arguments(
             "values: each evaluation would be a release of its own, and line searches on noise "
             "fail. Use a first-order optimizer, such as SGD or AdamW"
         )
-    if grad_sample_mode not in ("ew", "no_op"):
+    if settings.grad_sample_mode not in ("ew", "no_op"):
         _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
-    return mode
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -190,22 +181,20 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def choose(
-    grad_sample_mode: str, module: nn.Module, criterion: Any, clipping: str
-) -> Choice | None:
+def choose(settings: Settings) -> Choice | None:
     """The mode that ``"auto"`` stands for; ``None`` if another mode was asked for.
 
     Raises:
         ValueError: There is no criterion, or no mode that does this.
     """
-    if grad_sample_mode != AUTO:
+    if settings.grad_sample_mode != AUTO:
         return None
-    if criterion is None:
+    if settings.criterion is None:
         raise ValueError(
             "grad_sample_mode='auto' needs the criterion, from which the loss must come: pass "
             "criterion=, or use grad_sample_mode='hooks', which works with any loss"
         )
-    return chosen_for(module, clipping)
+    return chosen_for(settings.module, settings.clipping)
 
 
 @contextmanager
@@ -240,12 +229,13 @@ def is_distributed(module: nn.Module) -> bool:
     return is_fsdp(module) or isinstance(module, _OwnDDP | DistributedDataParallel)
 
 
-def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None) -> None:
+def check_parallelism(settings: Settings) -> None:
     """Check that the mode is one for a model that is sharded as this one is.
 
     Raises:
         ValueError: FSDP2 and the mode do not fit, or an environment variable is wrong.
     """
+    module, mode = settings.module, settings.mode
     if mode.parallelism == "fsdp":
         check_sharded(module, book_keeping=mode.strategy == "one_pass")
     elif mode.samples != "user" and any(is_fsdp(m) for m in module.modules()):
@@ -259,7 +249,7 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
             "ghost_tp sums no gradients over replicas, so DistributedDataParallel's would drift "
             "apart: use grad_sample_mode='ghost' with it"
         )
-    if mode.needs_criterion and deferred_norm is None:
+    if mode.needs_criterion and settings.deferred_norm is None:
         deferred_from_environment()
     lone_sample_from_environment()
     compiled_taps_from_environment()
@@ -267,13 +257,13 @@ def check_parallelism(module: nn.Module, mode: Mode, deferred_norm: bool | None)
     variables_set()
 
 
-def check_noise_source(noise_generator: torch.Generator | None, secure_mode: bool) -> None:
+def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     """Refuse predictable noise in secure mode.
 
     Raises:
         ValueError: Both a generator and secure mode were asked for.
     """
-    if noise_generator is not None and secure_mode:
+    if settings.noise_generator is not None and secure_mode:
         raise ValueError(
             "noise_generator makes noise predictable, which secure mode rules out; leave it out"
         )

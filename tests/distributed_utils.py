@@ -7,9 +7,11 @@
 
     results = run_distributed(job, 2, 10.0)    # [rank 0's result, rank 1's result]
 
-Each process is spawned (not forked), runs on one thread with the global seed `SEED`, and has its
-default group initialised through a file, so that no port can collide. Results travel through
-`torch.save`: tensors, containers and picklable objects.
+Each process is forked from a server that has imported torch and this package and has done nothing
+else (so no rank waits for imports, and none inherits what a test did), runs on one thread with the
+global seed `SEED`, with the environment and the output of the caller, and has its default group
+initialised through a file, so that no port can collide. Results travel through `torch.save`:
+tensors, containers and picklable objects.
 
 A job of many cases calls `progress(case)` before each: then a hang is one case that takes longer
 than `STALL` seconds, however long all of them may take, and the error says which one it was.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.reduction
 import os
 import signal
 import tempfile
@@ -35,6 +38,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 SEED = 0
+# What the server imports for all ranks: nothing that starts a thread or depends on a variable.
+PRELOADED = [
+    "pytest",
+    "opacus",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+]
 # Longest time from one call of `progress` to the next.
 STALL = 50.0
 # A rank that waits for a peer which has already failed gets this long before it is ended.
@@ -59,7 +70,12 @@ class DistributedTestError(AssertionError):
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+    fresh: bool = False,
 ) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` in `world_size` processes.
 
@@ -69,6 +85,8 @@ def run_distributed(
         *args: further arguments of `fn`, picklable.
         timeout: seconds, start-up included, after which the run counts as a hang.
         backend: "gloo", or "nccl" with one GPU a rank, which is the default device there.
+        fresh: ranks are interpreters of their own, each with its own order of sets and addresses,
+            as under torchrun; forked ones have the same. Seconds slower a rank. So are all ranks with GPUs.
 
     Returns:
         What `fn` returned, one entry a rank, in rank order.
@@ -78,12 +96,16 @@ def run_distributed(
             stack of every thread of each rank that had not finished.
     """
     with tempfile.TemporaryDirectory(prefix="opacus_dist_") as folder:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(
+            "spawn" if fresh or backend == "nccl" else "forkserver"
+        )
+        context.set_forkserver_preload(PRELOADED)
         deadline = time.time() + timeout
         # Not daemons: those may not have children, and data loader workers are children.
         processes = [
             context.Process(
-                target=_rank_main, args=(fn, rank, world_size, folder, deadline, args, backend)
+                target=_rank_main,
+                args=(_Caller(), fn, rank, world_size, folder, deadline, args, backend),
             )
             for rank in range(world_size)
         ]
@@ -111,7 +133,24 @@ def _single_threaded_children() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
+class _Caller:
+    """The environment and the output of the caller, which a forked rank takes over."""
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        outputs = [multiprocessing.reduction.DupFd(fd) for fd in (1, 2)]
+        return dict(os.environ), os.getcwd(), outputs
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        environment, folder, outputs = state
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        for fd, output in zip((1, 2), outputs, strict=True):
+            os.dup2(output.detach(), fd)
+
+
 def _rank_main(
+    caller: _Caller,
     fn: Callable[..., Any],
     rank: int,
     world_size: int,

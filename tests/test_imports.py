@@ -18,25 +18,31 @@ PACKAGE = ROOT / "opacus"
 ALLOWED = {
     "core": set(),
     "accountants": set(),
+    "auditing": set(),
     "version": set(),
     "layers": {"core", "utils"},
     "validators": {"core", "layers", "utils"},
     "schedulers": set(),
     "distributed": set(),
-    "data_loader": {"core", "utils"},
-    "utils": {"core", "data_loader", "layers", "grad_sample", "optimizers", "privacy_engine"},
+    "data": {"core", "utils"},
+    "data_loader": {"data", "utils"},
+    "utils": {"core", "data", "layers", "grad_sample", "optimizers", "privacy_engine"},
     "grad_sample": {"core", "layers", "utils"},
     "optimizers": {"accountants", "core"},
-    "checkpoint": {"core", "grad_sample", "optimizers", "utils"},
+    "checkpoints": {"core", "data", "distributed", "grad_sample", "optimizers", "utils"},
+    "distributed_checkpoint": {"checkpoints"},
     "engine_accounting": {"accountants"},
-    "engine_checks": {"core", "distributed", "grad_sample", "optimizers"},
+    "engine_settings": {"core"},
+    "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
+    "engine_checkpoints": {
+        *("checkpoints", "core", "engine_accounting", "optimizers", "schedulers"),
+    },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
-    "scale": {"core"},
 }
 # Only the top imports the engine.
 ON_TOP = {
-    "privacy_engine", "distributed_checkpoint", "__init__", "utils/adaptive_clipping", "integrations"
+    "privacy_engine", "engine_steps", "checkpoints/sharded", "__init__", "utils/adaptive_clipping", "integrations"
 }  # fmt: skip
 
 

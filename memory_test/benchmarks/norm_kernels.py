@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from opacus.core.kernels.host.operands import Tile
 from opacus.core.kernels.norms import bias_and_affine as rows
-from opacus.core.kernels.norms import choice, reference
+from opacus.core.kernels.norms import choice, clock, reference
 from opacus.core.kernels.norms import embedding as table
 from opacus.core.kernels.norms import gram as linear_gram
 from opacus.core.kernels.norms import width as linear_width
@@ -396,7 +396,7 @@ def sweep() -> list[Row]:
                        "d": d, "p": p, "tile": str(tile)}  # fmt: skip
                 try:
                     row["error"] = check(str(tile), module.norm_sq(a, g, tile=tile), want)
-                except choice._too_large() as error:
+                except clock.too_large() as error:
                     print(f"{tile}: {type(error).__name__}: {error}")
                     continue
                 times = event_times({"k": functools.partial(module.norm_sq, a, g, tile=tile)}, 0.1)

@@ -15,8 +15,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from memory_test.common.results import is_bundle
-from opacus.scale import MODES as MODELLED
-from opacus.scale import SHAPES, Run
+from memory_test.scale import MODES as MODELLED
+from memory_test.scale import SHAPES, Run
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SERIES = "experiments"  # the folder in it

@@ -30,7 +30,7 @@ from memory_test.benchmarks.scale_cells import (
     all_files,
     cells_of,
 )
-from opacus.scale import SHAPES, Rates, Run, predict, rates_of
+from memory_test.scale import SHAPES, Rates, Run, predict, rates_of
 
 TOLERANCE = 0.15
 

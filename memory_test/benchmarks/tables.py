@@ -27,7 +27,7 @@ from memory_test.benchmarks import (
     turn_tables,
 )
 from memory_test.common.results import write_text
-from opacus.scale import SHAPES, Run, predict, rates_of
+from memory_test.scale import SHAPES, Run, predict, rates_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = scale_check.RESULTS

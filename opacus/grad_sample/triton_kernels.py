@@ -106,10 +106,9 @@ def compute_grouped_linear_norm_sq(
     if algorithm is None:
         return choice.grouped_product_norm_sq(flat, kept)
     _require(*(t for pair in flat for t in pair))
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
-    module = linear_width if algorithm == choice.WIDTH else linear_gram
+    module = width if algorithm == choice.WIDTH else gram
     return module.grouped_norm_sq(flat, kept)
 
 
@@ -175,12 +174,11 @@ def _linear(algorithm: str | None, a: Tensor, gs: list[Tensor]) -> Callable[...,
     if algorithm is None:
         return choice.shared_product_norm_sq
     _require(a, *gs)
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
     if algorithm == choice.INPUT_LENGTH:
-        return linear_gram.shared_norm_sq
-    return lambda a, gs, mask: [linear_width.norm_sq(a, g, mask) for g in gs]
+        return gram.shared_norm_sq
+    return lambda a, gs, mask: [width.norm_sq(a, g, mask) for g in gs]
 
 
 def _check_algorithm(algorithm: str | None) -> None:

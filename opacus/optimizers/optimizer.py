@@ -20,6 +20,7 @@ from opacus.core.privacy.processed import is_processed, mark_processed
 from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.core.step.private_step import release
+from opacus.optimizers.per_sample import PerSampleGradients
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
@@ -60,7 +61,7 @@ def _generate_noise(
     return gaussian(std, reference, generator, secure_mode)
 
 
-class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
+class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, CountedOptimizer):
     """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
 
     A step clips the per-sample gradients that the model's hooks left in
@@ -161,75 +162,7 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
         """Number of samples left out so far because their gradients were not finite."""
         return int(self._skipped_samples)  # waits for the device only when it is asked for
 
-    # --- per-sample gradients ---
-
-    def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
-        """``[B, *shape]`` per-sample gradients of ``p``, all accumulated batches joined.
-
-        Raises:
-            ValueError: ``p`` has no per-sample gradient.
-        """
-        if not hasattr(p, "grad_sample"):
-            raise ValueError(
-                "Per sample gradient not found. Are you using GradSampleModule (or "
-                "PrivacyEngine.make_private) on the model that this optimizer updates?"
-            )
-        grad_sample = p.grad_sample
-        if grad_sample is None:
-            raise ValueError(
-                f"Per sample gradient is not initialized for a parameter of shape "
-                f"{tuple(p.shape)}. Not updated in backward pass? Call backward() on a loss of the "
-                "private model, in train mode, before each step()"
-            )
-        if isinstance(grad_sample, Tensor):
-            return grad_sample
-        if isinstance(grad_sample, list):
-            return torch.cat(grad_sample, dim=0)
-        raise ValueError(f"Unexpected grad_sample type: {type(grad_sample)}")
-
-    @property
-    def grad_samples(self) -> list[Tensor]:
-        """Per-sample gradients ``[B, *shape]``, one tensor a parameter."""
-        return [self._get_flat_grad_sample(p) for p in self.params]
-
-    @property
-    def accumulated_iterations(self) -> int:
-        """Number of batches accumulated since the last step, for averaging and accounting.
-
-        Raises:
-            ValueError: Parameters disagree, so some were left out of a backward pass.
-        """
-        counts = {
-            len(grads) if isinstance(grads, list) else 1
-            for grads in (getattr(p, "grad_sample", None) for p in self.params)
-            if grads is not None
-        }
-        if len(counts) > 1:
-            raise ValueError(
-                f"Number of accumulated steps is inconsistent across parameters: {sorted(counts)}"
-            )
-        return counts.pop() if counts else 1
-
-    def _used_parameters(self) -> list[nn.Parameter]:
-        """Parameters with per-sample gradients; the others took no part in the batch.
-
-        Raises:
-            ValueError: No parameter has any, or one was used but not recorded.
-        """
-        used = [p for p in self.params if getattr(p, "grad_sample", None) is not None]
-        for parameter in self.params:
-            missing = getattr(parameter, "grad_sample", None) is None
-            grad = parameter.grad
-            if missing and grad is not None and not is_processed(grad) and bool(grad.any()):
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but no "
-                    "per-sample gradients, so it cannot be clipped: it was used outside its "
-                    "layer's forward or in eval mode. Use it through its own layer and in train "
-                    "mode, or freeze it"
-                )
-        if not used and self.params:
-            self._get_flat_grad_sample(self.params[0])
-        return used
+    # --- clipping ---
 
     @timed(CLIP_AND_SUM)
     def clip_and_accumulate(self) -> None:
@@ -380,11 +313,6 @@ class DPOptimizer(PrivacySettings, CheckedOptimizer, CountedOptimizer):
             self._is_last_step_skipped = False
             self.zero_grad(set_to_none=True)
             raise
-
-    def _samples(self) -> int:
-        """Number of samples in the batches since the last step, physical ones included."""
-        grads = self._used_parameters()[0].grad_sample
-        return sum(map(len, grads)) if isinstance(grads, list) else len(grads)
 
     def drop_frozen(self) -> None:
         """What was frozen after the backward pass gets no noise, so it must not be updated."""

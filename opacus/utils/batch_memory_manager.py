@@ -14,24 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from opacus.data_loader import (
-    CollateFnWithEmpty,
-    HostLoader,
-    loader_settings,
-    wrap_collate_with_empty,
-)
-from opacus.utils.sharding import ShardedBatchSampler, communication_device
-from opacus.utils.uniform_sampler import (
-    DistributedUniformWithReplacementSampler,
-    UniformWithReplacementSampler,
-)
+from opacus.data.collate import CollateFnWithEmpty, wrap_collate_with_empty
+from opacus.data.host_loader import HostLoader, loader_settings
+from opacus.data.sharding import ShardedBatchSampler, communication_device
+from opacus.utils.uniform_sampler import POISSON, DistributedUniformWithReplacementSampler
 
 if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer
 
 logger = logging.getLogger(__name__)
 
-_POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 # Samplers whose batches differ in size between ranks.
 _UNEVEN_SAMPLERS = (DistributedUniformWithReplacementSampler, ShardedBatchSampler)
 
@@ -74,7 +66,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Number of physical batches in an epoch; of Poisson batches, the mean, rounded up."""
         sampler: Any = self.sampler
-        if isinstance(sampler, _POISSON_SAMPLERS):
+        if isinstance(sampler, POISSON):
             replicas = getattr(sampler, "num_replicas", 1)
             return math.ceil(len(sampler) * self._mean_parts(sampler, replicas))
         replicas = 1

@@ -297,3 +297,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         owners = np.empty_like(places)
         owners[torch.randperm(self.total_size, generator=order, device="cpu").numpy()] = places
         return owners
+
+
+# Samplers whose draws the accountants assume.
+POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)

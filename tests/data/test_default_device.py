@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.checkpoints.positions import LoaderPosition
 from opacus.core.ranks.layout import Single
 from opacus.core.step.adaptive import private_fraction
 from opacus.data_loader import DPDataLoader, switch_generator
 from opacus.utils import uniform_sampler
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus.utils.loader_position import LoaderPosition
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     SystemGenerator,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
+from opacus.data.sharding import shard_data_loader
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus.utils.sharding import shard_data_loader
 from tests.distributed_utils import DistributedTestError, run_distributed
 
 

@@ -18,12 +18,12 @@ from torch.utils.data import (
     default_collate,
 )
 
+from opacus.data.empty_batch import blank_batch
 from opacus.data_loader import (
     CollateFnWithEmpty,
     DPDataLoader,
     wrap_collate_with_empty,
 )
-from opacus.utils.empty_batch import blank_batch
 
 SECRET = 7  # what samples are made of; no blank batch may hold it
 

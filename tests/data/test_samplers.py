@@ -270,12 +270,12 @@ def test_each_sample_belongs_to_exactly_one_rank(on_ranks, shuffle, total, world
 def test_one_seed_gives_the_same_batches_on_any_number_of_ranks(
     on_ranks, shuffle: bool, total: int, rate: float
 ) -> None:
-    steps = 30 if rate > 0.1 else 3000
+    steps = 30 if rate > 0.1 else 300
     alone = UniformWithReplacementSampler(
         num_samples=total, sample_rate=rate, generator=seeded(), steps=steps
     )
     want = list(alone) + list(alone)
-    assert 0 < sum(map(len, want)) / len(want) < 20
+    assert 0.05 < sum(map(len, want)) / len(want) < 20
     for world_size in (1, 2, 4):
         samplers = on_ranks(
             world_size, total_size=total, sample_rate=rate, shuffle=shuffle, steps=steps

@@ -90,7 +90,8 @@ def check(whole: dict[str, Any], resumed: dict[str, Any]) -> None:
     assert resumed["scales"] == rest
     assert resumed["scaler"] == whole["scaler"]
     for a, b in zip(resumed["weights"], whole["weights"], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        # Other noise would differ by 0.2; the last bit depends on where the memory lies.
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.usefixtures("reproducible")

@@ -211,7 +211,7 @@ def results_of(
     for case in cases_of(world_size):
         _, norms = oracle(case.name, *PROBLEMS[case.name].batch(B), 1.0)
         pairs.append((case, norms.median().item()))
-    ranks = run_distributed(run_cases, world_size, pairs, timeout=240, backend=backend)
+    ranks = run_distributed(run_cases, world_size, pairs, timeout=240, backend=backend, fresh=True)
     return {case: (clip, [rank[i] for rank in ranks]) for i, (case, clip) in enumerate(pairs)}
 
 

@@ -164,16 +164,17 @@ def accumulated(rank: int, mode: str, deferred: bool) -> dict[str, Any]:
     return {"grads": _grads(net), "collectives": seen.names}
 
 
-def poisson(rank: int, mode: str, deferred: bool) -> dict[str, Any]:
+def poisson(rank: int, mode: str, deferred: bool, seed: int = 5) -> dict[str, Any]:
     """Poisson batches in physical ones of two samples; what was drawn and summed."""
     net = sharded("blocks")
-    torch.manual_seed(5)
     engine = PrivacyEngine(accountant="rdp")
     data = Data()
     module, optimizer, criterion, loader = engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), max_grad_norm=CLIP,
         criterion=nn.CrossEntropyLoss(), noise_multiplier=1e-9, grad_sample_mode=mode,
-        deferred_norm=deferred, data_loader=DataLoader(data, batch_size=3),
+        deferred_norm=deferred, data_loader=DataLoader(
+            data, batch_size=3, generator=torch.Generator().manual_seed(seed)
+        ),
     )  # fmt: skip
     device = torch.get_default_device()
     steps, drawn, sizes = [], [], []
@@ -217,7 +218,7 @@ def _full(tensor: Any) -> Tensor:
 
 @functools.cache
 def results_of(backend: str = "gloo") -> list[dict[Any, Any]]:
-    return run_distributed(run_all, 2, timeout=120, backend=backend)
+    return run_distributed(run_all, 2, timeout=120, backend=backend, fresh=True)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ STEPS = 10
 QUICK = "join_timeout=60,last_call_timeout=1,close_timeout=3"
 PATIENCE = 80
 ENVIRONMENT = {
+    "OPACUS_REPRODUCIBLE": "1",  # a resumed run draws the noise that the whole one drew
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
     # Else a restarted worker may find keys of its predecessor in the agents' store, and hang.

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["quickstart.md", "zh/quickstart.md", "modes.md", "index.md", "../README.md"]
+PAGES = ["quickstart.md", "zh/quickstart.md", "modes.md", "auditing.md", "index.md", "../README.md"]
 OTHERS = [
     "huggingface.md",
     "accelerate.md",

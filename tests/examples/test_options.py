@@ -17,6 +17,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "data.tsv").write_text(ROWS)
     (tmp_path / "one_class.tsv").write_text(ROWS.replace("\t1\n", "\t0\n"))
     (tmp_path / "data.txt").write_text(ROWS)
+    (tmp_path / "used" / "step-00000004-end").mkdir(parents=True)
     (tmp_path / "bad.tsv").write_bytes(ROWS.encode() + b"\xff\t1\n")
     for name, manifest in (("garbage", "{"), ("other", '{"format": 1, "files": {}}')):
         (tmp_path / name).mkdir()
@@ -60,6 +61,14 @@ CASES = [
     ("--resume other", "--resume other: not a checkpoint"),
     ("--checkpoint nowhere/a", "--checkpoint nowhere/a: its folder"),
     ("--checkpoint data.tsv", "--checkpoint data.tsv: a file"),
+    ("--checkpoint used", "--checkpoint used: holds step-00000004-end of another run; go on"),
+    ("--save small_vocabulary", "--save small_vocabulary: exists already"),
+    ("--save data.tsv/a", "--save data.tsv/a: the folder it is in"),
+    ("--text-column body", "no column 'body' in the header, which has ['text', 'label']"),
+    ("--label-column kind", "data.tsv, line 2: no column 'kind'"),
+    ("--test-data gone.tsv", "gone.tsv: cannot be read"),
+    ("--lora 0", "--lora: must be above 0"),
+    ("--log-clipped --grad-sample-mode hooks", "--log-clipped: the mode hooks"),
     ("--checkpoint-every 0", "--checkpoint-every: must be above 0"),
     ("--logdir data.tsv", "--logdir data.tsv: not a folder"),
     # what does not fit together
@@ -98,6 +107,13 @@ def test_the_good_options_of_the_refusals_are_accepted(folder, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", never)
     with pytest.raises(AssertionError, match="process group"):
         script.main(["--batch-size", "8", "--data", "data.tsv", "--checkpoint", "new"])
+
+
+def test_an_epsilon_out_of_reach_is_said_in_terms_of_options(folder):
+    args = parse_arguments(["--epsilon", "0.001"])
+    with pytest.raises(ValueError, match=r"--epsilon 0\.001: no noise is enough"):  # noqa: SIM117
+        with script.plain_epsilon_error(args):
+            raise ValueError("target_epsilon = 0.001 is too low: even ... another accountant")
 
 
 def test_delta_is_below_one_in_the_number_of_rows(folder):

@@ -5,7 +5,10 @@ import json
 from collections import Counter
 
 import pytest
-from text_data import SHIPPED, DataError, load_text
+from conversations import Turn, encode_turns
+from text_data import SHIPPED, Columns, load_text
+from text_files import DataError
+from tokenizer import Bytes
 
 
 def write(folder, name, content):
@@ -93,6 +96,51 @@ def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
     assert rows_of(load_text(path, task="classify")) == Counter(ROWS)
 
 
+def test_labels_may_be_texts_and_columns_have_other_names(tmp_path):
+    rows = [{"t": f"t{i}", "y": ("pos", "neg")[i % 2]} for i in range(40)]
+    path = write(tmp_path, "a.json", json.dumps(rows))
+    splits = load_text(path, task="classify", columns=Columns("t", "y"))
+    assert splits.classes == ["neg", "pos"]
+    assert rows_of(splits) == Counter((row["t"], row["y"]) for row in rows)
+
+
+def test_test_rows_may_come_from_another_file(tmp_path):
+    path = write(tmp_path, "a.jsonl", as_jsonl(ROWS))
+    other = write(tmp_path, "b.jsonl", as_jsonl(ROWS[:3]))
+    splits = load_text(path, task="classify", test_path=other)
+    assert splits.train.texts == [text for text, _ in ROWS]
+    assert splits.test.texts == [text for text, _ in ROWS[:3]]
+    unknown = write(tmp_path, "c.jsonl", as_jsonl([("a", 7)]))
+    with pytest.raises(DataError, match="labels 7, but"):
+        load_text(path, task="classify", test_path=unknown)
+
+
+ASK, SAY = Turn("user", "1+1"), Turn("assistant", "2")
+
+
+def test_conversations_are_read_in_both_forms(tmp_path):
+    messages = {"messages": [{"role": role, "content": text} for role, text in (ASK, SAY)]}
+    pair = {"prompt": "1+1", "completion": "2"}
+    for row, expected in (
+        (messages, (ASK, SAY)),
+        (pair, (Turn("prompt", "1+1"), Turn("completion", "2"))),
+    ):
+        path = write(tmp_path, "a.jsonl", "\n".join([json.dumps(row)] * 40))
+        assert load_text(path, task="lm").train.texts[0] == expected
+
+
+@pytest.mark.parametrize("turns", [(ASK, SAY), (Turn("prompt", "1+1="), Turn("completion", "2"))])
+def test_only_answers_are_learned(turns):
+    tokens, learned = encode_turns(Bytes(), turns)
+    answer = [t for t, learn in zip(tokens, learned, strict=True) if learn]
+    assert Bytes().decode(answer).strip() == "2"
+    assert learned[-1] and not any(
+        learned[: tokens.index(ord("=") + 3) if "=" in turns[0].text else 5]
+    )
+    before, _ = encode_turns(Bytes(), turns[:1], answer_next=True)
+    assert tokens[: len(before)] == before
+
+
 # --- the split ---
 
 
@@ -134,6 +182,10 @@ GOOD = "text\tlabel\na\t0\nb\t1\n"
         ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', 2, "object"),
         ("a.jsonl", '{"text": "a", "label": 0}\n{"label": 0}\n', 2, "'text'"),
         ("a.jsonl", '{"text": "a", "label": true}\n', 1, "integer"),
+        ("a.jsonl", '{"text": null, "label": 1}\n', 1, "null, not a text"),
+        ("a.jsonl", '{"messages": [], "label": 1}\n', 1, "'messages' is not a list"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', 1, "no answer"),
+        ("a.jsonl", '{"prompt": "a", "completion": 3}\n', 1, "the completion is 3"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, name, content, line, says):

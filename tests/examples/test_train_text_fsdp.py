@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -11,8 +13,12 @@ import pytest
 import torch
 import train_text_fsdp as script
 from models import SHAPES, build_model
+from opacus.utils.checkpoint_folder import read_manifest
 from options import parse_arguments
+from problem import load_problem, new_model
 from runtime import Runtime, running
+from saving import load_classifier
+from steps import AfterStep
 from text_data import Texts
 from tokenizer import make_tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -72,7 +78,7 @@ def keep_every_checkpoint(monkeypatch):
 # --- one process ---
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp_bk"])
 def test_it_learns_and_reports(data, tmp_path, capsys, mode):
     logdir = tmp_path / "curves"
     script.main(options(data, **{"grad-sample-mode": mode, "logdir": logdir, "lr": 0.01}))
@@ -87,7 +93,7 @@ def test_it_learns_and_reports(data, tmp_path, capsys, mode):
     assert list(logdir.glob("events.*"))
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp_bk"])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(data, tmp_path, monkeypatch, capsys, mode):
     keep_every_checkpoint(monkeypatch)
     whole = tmp_path / "whole"
@@ -180,6 +186,55 @@ def test_a_language_model_is_trained_on_plain_text(tmp_path, capsys):
         for name, column in (("private", -3), ("not private", -2), ("token frequencies", -1))
     }
     assert 1 <= perplexity["not private"] < perplexity["private"] < 259
+
+
+def test_adapters_are_trained_saved_and_merged(data, tmp_path, capsys):
+    folder = tmp_path / "model"
+    more = {"lora": 2, "save": folder, "no-baseline": True, "grad-sample-mode": "auto", "lr": 0.03}
+    script.main(options(data, **more))
+    assert f"saved in {folder}; loaded from there it says" in capsys.readouterr().out
+    loaded = load_classifier(folder)
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    args = parse_arguments(options(data, **more))
+    problem = load_problem(args)
+    start = {
+        n.replace(".base_layer", ""): p for n, p in new_model(args, problem).named_parameters()
+    }
+    changed = {
+        name
+        for name, value in loaded.named_parameters()
+        if not torch.equal(
+            value, start.get(name, start.get(f"backbone.base_model.model.{name[9:]}"))
+        )
+    }
+    # What adapters were merged into, and the head; embeddings and norms stay as they were.
+    assert changed and all("proj" in name or "score" in name for name in changed)
+    alone = Runtime(0, 1, torch.device("cpu"))
+    assert evaluate(loaded, problem.test, problem.task, alone, 8) > 0.9
+    assert (folder / "adapters" / "adapter_config.json").is_file()
+
+
+def test_ctrl_c_ends_after_a_step_and_the_run_goes_on(data, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "a"
+    given = options(data, checkpoint=folder, **{"no-baseline": True})
+    plain_call, calls = AfterStep.__call__, []
+
+    def pressed(self, loss, samples):
+        calls.append(samples)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        plain_call(self, loss, samples)
+
+    monkeypatch.setattr(AfterStep, "__call__", pressed)
+    with pytest.raises(SystemExit) as end:
+        script.main(given)
+    assert end.value.code == 130
+    said = capsys.readouterr().out.strip().splitlines()
+    assert "and saved; go on with:" in said[-2] and f"--resume {folder}" in said[-1]
+    assert 0 < read_manifest(latest_checkpoint(folder))["step"] <= 4
+    monkeypatch.undo()
+    script.main([*given, f"--resume={folder}"])
+    assert "(8.00, 1.0e-03)-differentially private" in capsys.readouterr().out
 
 
 # --- two processes ---

@@ -25,7 +25,7 @@ def encoded(texts, labels=None, length=10):
 
 def test_texts_are_cut_to_the_length():
     data = encoded(["abcd", "ab"], [1, 0], length=3)
-    assert [data[0], data[1]] == [([1, 2, 3], 1), ([1, 2], 0)]
+    assert [row[:2] for row in data.rows] == [([1, 2, 3], 1), ([1, 2], 0)]
 
 
 def test_a_language_model_predicts_the_next_token_and_no_padding():

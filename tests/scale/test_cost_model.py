@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from memory_test.benchmarks import tables
+from memory_test.scale import MODES, SHAPES, LlamaShape, Rates, Run, predict, rates_of, shape_of
+from memory_test.scale.__main__ import main
+from memory_test.scale.held import held_bytes
+from memory_test.scale.memory import DEFERRED_SHARE, memory_of
+from memory_test.scale.rates import read
+from memory_test.scale.shapes import block_on_meta, linears
 from opacus.core.sums.strategy import default_budget
-from opacus.scale import MODES, SHAPES, LlamaShape, Rates, Run, predict, rates_of, shape_of
-from opacus.scale.__main__ import main
-from opacus.scale.held import held_bytes
-from opacus.scale.memory import DEFERRED_SHARE, memory_of
-from opacus.scale.rates import read
-from opacus.scale.shapes import block_on_meta, linears
 
 GB = 2**30
 
@@ -248,7 +248,7 @@ def test_the_module_runs_without_anything_but_torch():
     code = (
         "import sys, runpy; sys.argv = ['x', '--model', 'llama3-405b', '--gpus', '4096', '--seq',"
         " '8192', '--json']\n"
-        "try: runpy.run_module('opacus.scale', run_name='__main__')\n"
+        "try: runpy.run_module('memory_test.scale', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'transformers' not in sys.modules"
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from memory_test.benchmarks import scale_cells, scale_check
-from opacus.scale import Rates, Run, rates_of
-from opacus.scale.prediction import predict
+from memory_test.scale import Rates, Run, rates_of
+from memory_test.scale.prediction import predict
 
 # Steps whose pace the host sets and that are predicted worse than 15%: file, mode, tokens, and why.
 KNOWN_MISSES = {

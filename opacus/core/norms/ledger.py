@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
+from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
 from opacus.core.platform.profiling import each_layer
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.spec import LayerSpec
 
-# Records of at most this many elements are stacked and handled in one batched
-# call: launches, not arithmetic, are what small layers cost.
-GROUP_ELEMENTS = 1 << 20
-# Most elements that are stacked for one such call.
-STACK_ELEMENTS = 1 << 24
 # Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
 # if they are at most this share of the layer's activations and backprops.
 FORMED_ELEMENTS = 1 << 18
@@ -138,23 +134,28 @@ class NormLedger:
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         waiting, self._waiting, self._held_bytes = self._waiting, [], 0
-        for record in waiting:
-            check_unchanged(record)
-        shared = [r for r in waiting if r.layer.shared]
-        by_layer = _by_layer(r for r in waiting if not r.layer.shared)
-        alone = [uses[0] for uses in by_layer if len(uses) == 1]
-        for records in _by_shape(self._settle_sharing(self._settle_small(alone))):
-            self._settle(records)
-        for uses in by_layer:
-            if len(uses) > 1:
-                self._compute_uses(uses)
-        if shared:
-            self._compute_shared(shared)
+        if waiting:
+            self._settle_waiting(waiting)
         left = [owner for owner in self.formed if owner not in self._norm_sq]
         norms = sums_of_squares([self.formed[owner] for owner in left])
         for owner, norm_sq in zip(left, norms, strict=True):
             self._accumulate(owner, norm_sq)
         return self._norm_sq
+
+    def _settle_waiting(self, waiting: Sequence[Record]) -> None:
+        """Norms of all records that waited, in as few calls as can be."""
+        for record in waiting:
+            check_unchanged(record)
+        shared = [r for r in waiting if r.layer.shared]
+        layers = by_layer(r for r in waiting if not r.layer.shared)
+        alone = [uses[0] for uses in layers if len(uses) == 1]
+        for records in by_shape(self._settle_sharing(self._settle_small(alone))):
+            self._settle(records)
+        for uses in layers:
+            if len(uses) > 1:
+                self._compute_uses(uses)
+        if shared:
+            self._compute_shared(shared)
 
     def _hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
@@ -217,12 +218,8 @@ class NormLedger:
 
     def _settle_small(self, records: list[Record]) -> list[Record]:
         """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
-        groups: dict[int, list[Record]] = {}
-        for record in records:
-            small = record.elements <= GROUP_ELEMENTS
-            groups.setdefault(id(record.layer.rule) if small else 0, []).append(record)
-        left = groups.pop(0, [])
-        for group in groups.values():
+        groups, left = small_by_rule(records)
+        for group in groups:
             rule = group[0].layer.rule
             uses = [(r.spec, r.activations, r.backprops) for r in group]
             norms = rule.norm_sq_of_many(uses) if len(group) > 1 else None
@@ -236,7 +233,7 @@ class NormLedger:
     def _settle_sharing(self, records: Sequence[Record]) -> list[Record]:
         """Layers that read one input (query, key, value), a group at a time; returns the rest."""
         left: list[Record] = []
-        for group in _by_input(records):
+        for group in by_input(records):
             if len(group) == 1:
                 left += group
                 continue
@@ -400,53 +397,6 @@ def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]
         return record.layer.rule.per_sample_grad(record.spec, activations, backprops)
     grads = record.layer.rule.per_sample_grad(record.spec, record.activations, record.backprops)
     return {name: grad[start:stop] for name, grad in grads.items()}
-
-
-def _by_layer(records: Iterable[Record]) -> list[list[Record]]:
-    return _grouped(records, lambda record: record.spec.name)
-
-
-def _grouped(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
-    """Records with equal keys together, in the order of the first of each."""
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return list(groups.values())
-
-
-def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of different layers in groups that one batched call can handle."""
-    parts = []
-    for group in _grouped(records, _group_key):
-        size = max(1, STACK_ELEMENTS // max(1, group[0].elements))
-        parts += [group[i : i + size] for i in range(0, len(group), size)]
-    return parts
-
-
-def _by_input(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of layers of one kind in groups whose activations are the same memory."""
-    return _grouped(records, _input_key)
-
-
-def _input_key(record: Record) -> Hashable:
-    rule, activations = record.layer.rule, record.activations
-    if not rule.shares_input or not isinstance(activations, tuple):
-        return id(record)
-    # All records are alive, so that equal addresses are the same memory.
-    inputs = ((a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) for a in activations)
-    return (id(rule), record.batch, *inputs)
-
-
-def _group_key(record: Record) -> Hashable:
-    """Equal for records that can be stacked; unique for large ones and for odd ones."""
-    rule, activations, backprops = record.layer.rule, record.activations, record.backprops
-    by_rows = rule.by_rows(activations, record.batch) and isinstance(backprops, Tensor)
-    if not by_rows or record.elements > GROUP_ELEMENTS:
-        return id(record)
-    spec = record.spec
-    shapes = tuple((t.shape, t.dtype, t.device) for t in (*activations, backprops))
-    options = tuple(sorted((k, repr(v)) for k, v in spec.options.items()))
-    return (id(rule), spec.params, tuple(spec.shapes.items()), options, shapes)
 
 
 def _bytes_of(record: Record) -> int:

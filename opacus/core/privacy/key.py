@@ -95,6 +95,11 @@ class RunKey:
             self._key = Key(_of_rank_0(secret) if self.shared else secret)
         return self._key
 
+    @property
+    def agreed(self) -> bool:
+        """Whether asking for the key is no collective call any more."""
+        return self._key is not None
+
     def agree(self) -> None:
         """Agree on the key now, if it is shared: a collective call."""
         _ = self.key

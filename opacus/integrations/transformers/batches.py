@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from opacus.utils.sharding import communication_device
+from opacus.data.sharding import communication_device
 
 
 @dataclass

@@ -16,10 +16,15 @@ import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from torch import Tensor, nn
 
-from opacus.checkpoint import _load_optimizer, _optimizer_state, _privacy_parameters, _to_cpu
+from opacus.checkpoints.noise_state import noise_entries, restore_noise
+from opacus.checkpoints.one_file import (
+    _load_optimizer,
+    _optimizer_state,
+    _privacy_parameters,
+    _to_cpu,
+)
 from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
-from opacus.utils.noise_state import noise_entries, restore_noise
 
 FILE = "privacy.pt"
 TRAINABLE = "trainable.pt"  # of a sharded model with adapters

@@ -17,7 +17,8 @@ from transformers.trainer_utils import seed_worker
 
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.key import SystemGenerator, reproducible_from_environment
-from opacus.data_loader import CollateFnWithEmpty, DPDataLoader, sample_rate_of
+from opacus.data.rates import sample_rate_of
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
 from opacus.integrations.transformers import checkpoints
 from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import ChunkedCollate

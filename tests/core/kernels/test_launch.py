@@ -208,8 +208,8 @@ from tests.core.kernels import fake_driver
 driver.set_active(fake_driver.NoDevice())
 from opacus.core.kernels.noise import gaussian_triton
 from opacus.core.kernels.norms import hopper
-from opacus.core.kernels.norms import gram as linear_gram
-from opacus.core.kernels.norms import width as linear_width
+from opacus.core.kernels.norms import gram
+from opacus.core.kernels.norms import width
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.norms import bias_and_affine as rows
 from opacus.core.kernels.sums import scaled_rows_triton
@@ -235,10 +235,10 @@ skip = f > 2
 sums = [weighted_sum_triton.Sum(a, f, 0, a[0].numel())]
 shard = [Draw(a, a, region, bytes(range(32))) for region in (whole(8192), Region(3, 60, 6, 9))]
 cases = {
-    "width": lambda: linear_width.norm_sq(a, g, tile=linear_width.TILES[2]),
-    "gram": lambda: linear_gram.norm_sq(a, g, tile=linear_gram.TILES[2]),
-    "table width": lambda: linear_width.grouped_norm_sq([(odd, odd)] * 2),
-    "table gram": lambda: linear_gram.grouped_norm_sq([(a, g)] * 2, [mask] * 2),
+    "width": lambda: width.norm_sq(a, g, tile=width.TILES[2]),
+    "gram": lambda: gram.norm_sq(a, g, tile=gram.TILES[2]),
+    "table width": lambda: width.grouped_norm_sq([(odd, odd)] * 2),
+    "table gram": lambda: gram.grouped_norm_sq([(a, g)] * 2, [mask] * 2),
     "bias": lambda: rows.bias_norm_sq(odd),
     "affine": lambda: rows.affine_norm_sq(a, a, eps=1e-5, centre=True, bias=False),
     "embedding": lambda: table.embedding_norm_sq(ids, odd),

@@ -13,8 +13,7 @@ pytestmark = MARKS
 if ON_GPU or INTERPRETED:
     from opacus.core.kernels.host import operands
     from opacus.core.kernels.host.operands import Tile
-    from opacus.core.kernels.norms import direct, embedding, reference
-    from opacus.core.kernels.norms import gram as linear_gram
+    from opacus.core.kernels.norms import direct, embedding, gram, reference
 
 # The copy engine reads the even ones; the others are read through pointers.
 SHAPES = [(3, 70, 136, 72), (4, 10, 33, 17)]
@@ -44,19 +43,17 @@ def check(got: Tensor, a: Tensor, g: Tensor) -> None:
 def test_norm_is_the_definition(kind, dtype, mask, shape) -> None:
     a, g = case(kind, shape, dtype)
     m = None if mask == "all" else torch.ones(a.shape[:2], device=DEVICE)
-    check(linear_gram.norm_sq(a, g, m.bool() if mask == "bool" else m), a, g)
+    check(gram.norm_sq(a, g, m.bool() if mask == "bool" else m), a, g)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_layers_and_shared_inputs(dtype) -> None:
     one, two = case(KINDS[0], (3, 70, 136, 72), dtype), case(KINDS[1], (4, 10, 33, 17), dtype)
     shared = (one[0], 2 * one[1])
-    for got, own in zip(
-        linear_gram.grouped_norm_sq([one, shared, two]), [one, shared, two], strict=True
-    ):
+    for got, own in zip(gram.grouped_norm_sq([one, shared, two]), [one, shared, two], strict=True):
         check(got, *own)
     for got, own in zip(
-        linear_gram.shared_norm_sq(one[0], [one[1], shared[1]]), [one, shared], strict=True
+        gram.shared_norm_sq(one[0], [one[1], shared[1]]), [one, shared], strict=True
     ):
         check(got, *own)
 
@@ -64,11 +61,11 @@ def test_many_layers_and_shared_inputs(dtype) -> None:
 def test_every_tile_size() -> None:
     a, g = case(KINDS[0], (3, 140, 264, 72), torch.bfloat16)
     for tile in (
-        *linear_gram.TILES,
-        *linear_gram.tiles(a.device),
+        *gram.TILES,
+        *gram.tiles(a.device),
         Tile(64, 64, 32, 4, 2, tma=False),
     ):
-        check(linear_gram.norm_sq(a, g, tile=tile), a, g)
+        check(gram.norm_sq(a, g, tile=tile), a, g)
 
 
 def test_strides_and_few_programs(monkeypatch) -> None:
@@ -76,7 +73,7 @@ def test_strides_and_few_programs(monkeypatch) -> None:
     monkeypatch.setattr(direct, "PROGRAMS", 1)
     direct._pair_plan.cache_clear()
     strided = a.transpose(1, 2).contiguous().transpose(1, 2)
-    check(linear_gram.norm_sq(strided, g), a, g)
+    check(gram.norm_sq(strided, g), a, g)
     partial = torch.zeros(2, 3, 1, device=DEVICE)
     check(direct.settle(strided, g, None, partial), a, g)
     direct._pair_plan.cache_clear()
@@ -88,14 +85,14 @@ def test_masked_tokens_may_be_nan() -> None:
     kept[:, 20:] = False
     bad = torch.full((3, 4, 24), float("nan"), device=DEVICE)
     more_a, more_g = torch.cat([a, bad], 1), torch.cat([g, bad[..., :16]], 1)
-    check(linear_gram.norm_sq(more_a, more_g, kept), a, g)
+    check(gram.norm_sq(more_a, more_g, kept), a, g)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, interpreted
 def test_what_is_not_finite_stays_so() -> None:
     a, g = case(KINDS[0], (4, 20, 24, 16), torch.float32)
     a[1, 3, 3], g[2, 4, 4] = float("nan"), float("inf")
-    assert linear_gram.norm_sq(a, g).isfinite().tolist() == [True, False, False, True]
+    assert gram.norm_sq(a, g).isfinite().tolist() == [True, False, False, True]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus.core.kernels.norms import choice
+from opacus.core.kernels.norms import choice, clock
 from opacus.grad_sample import triton_kernels
 from tests.core.kernels.triton_cases import (
     DEVICE,
@@ -127,7 +127,7 @@ def test_naming_an_algorithm_without_a_gpu_is_refused() -> None:
 
 
 def test_sizes_that_agree_in_three_bits_share_a_measurement() -> None:
-    assert [choice._leading_bits(n) for n in (0, 1, 7, 8, 9, 11, 4096, 4607, 5120)] == [
+    assert [clock._leading_bits(n) for n in (0, 1, 7, 8, 9, 11, 4096, 4607, 5120)] == [
         0, 1, 7, 8, 8, 10, 4096, 4096, 5120,
     ]  # fmt: skip
 
@@ -140,8 +140,8 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> list
         measured.extend(ways)
         return {name: times[name] for name in ways}
 
-    monkeypatch.setattr(choice, "_measure", measure)
-    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    monkeypatch.setattr(clock, "_measure", measure)
+    monkeypatch.setattr(clock, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return measured
 
@@ -149,31 +149,31 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> list
 def test_the_fastest_way_is_measured_once_and_kept(monkeypatch) -> None:
     measured = fake_clock(monkeypatch, {"a": 2.0, "b": 1.0})
     ways = {"a": lambda: "from a", "b": lambda: "from b"}
-    assert [choice._fastest("k", ways) for _ in range(3)] == ["from b"] * 3
+    assert [clock.fastest("k", ways) for _ in range(3)] == ["from b"] * 3
     assert measured == ["a", "b"]
-    choice._fastest("other", ways)
+    clock.fastest("other", ways)
     assert measured == ["a", "b"] * 2
 
 
 def test_measurements_are_kept_in_a_file(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv(choice.CACHE_VARIABLE, "kernels.json")
+    monkeypatch.setenv(clock.CACHE_VARIABLE, "kernels.json")
     measured = fake_clock(monkeypatch, {"a": 2.0, "b": 1.0})
     ways = {"a": lambda: "from a", "b": lambda: "from b"}
-    choice._fastest("k", ways)
+    clock.fastest("k", ways)
     file = tmp_path / ".cache" / "opacus" / "kernels.json"
     assert json.loads(file.read_text()) == {"k": {"a": 2.0, "b": 1.0}}
     choice.forget()
-    assert choice._fastest("k", ways) == "from b"
+    assert clock.fastest("k", ways) == "from b"
     assert measured == ["a", "b"]
     file.write_text("{ half written")
     choice.forget()
-    assert choice._fastest("k", ways) == "from b"
+    assert clock.fastest("k", ways) == "from b"
     assert measured == ["a", "b"] * 2
 
 
 def test_no_file_unless_it_is_named(monkeypatch, tmp_path) -> None:
     fake_clock(monkeypatch, {"a": 1.0})
-    choice._fastest("k", {"a": lambda: 0})
+    clock.fastest("k", {"a": lambda: 0})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,13 +181,13 @@ def test_no_file_unless_it_is_named(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize("fastest", ["width", "input_length", "reference"])
 def test_what_was_chosen_is_remembered_for_tensors_alike(monkeypatch, fastest) -> None:
     monkeypatch.setattr(
-        choice, "_measure", lambda ways: {n: float(not n.startswith(fastest)) for n in ways}
+        clock, "_measure", lambda ways: {n: float(not n.startswith(fastest)) for n in ways}
     )
-    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    monkeypatch.setattr(clock, "interpreted", lambda: False)
     monkeypatch.setattr(choice, "is_usable", lambda *tensors: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    asked, real = [], choice._fastest
-    monkeypatch.setattr(choice, "_fastest", lambda *given: asked.append(1) or real(*given))
+    asked, real = [], clock.fastest
+    monkeypatch.setattr(choice, "fastest", lambda *given: asked.append(1) or real(*given))
     half = torch.bfloat16
     flat = draw(2 * 16 * 32 + 8, dtype=half)
     cases = {
@@ -214,12 +214,12 @@ def test_what_was_chosen_is_remembered_for_tensors_alike(monkeypatch, fastest) -
 def test_layers_of_one_input_take_what_is_fastest(monkeypatch, fastest) -> None:
     tried: list[set[str]] = []
 
-    def measure(ways: choice.Ways[object]) -> dict[str, float]:
+    def measure(ways: clock.Ways[object]) -> dict[str, float]:
         tried.append({name.split()[0] for name in ways})
         return {name: float(not name.startswith(fastest)) for name in ways}
 
-    monkeypatch.setattr(choice, "_measure", measure)
-    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    monkeypatch.setattr(clock, "_measure", measure)
+    monkeypatch.setattr(clock, "interpreted", lambda: False)
     monkeypatch.setattr(choice, "is_usable", lambda *tensors: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     half = torch.bfloat16
@@ -245,14 +245,14 @@ def test_choices_are_measured_on_the_gpu() -> None:
     a, g = draw(4, 512, 1024, dtype=torch.bfloat16), draw(4, 512, 256, dtype=torch.bfloat16)
     close(choice.product_norm_sq(a, g), product_definition(a, g), 1e-3)
     close(choice.grouped_product_norm_sq([(a, g)] * 3)[1], product_definition(a, g), 1e-3)
-    costs = choice.measured()
+    costs = clock.measured()
     assert len(costs) == 2
     for times in costs.values():
         assert {name.split()[0] for name in times} == {"reference", "width", "input_length"}
         assert all(time > 0 for time in times.values())
     before = {key: dict(times) for key, times in costs.items()}
     choice.product_norm_sq(a, g)
-    assert choice.measured() == before
+    assert clock.measured() == before
 
 
 @pytest.mark.gpu
@@ -264,4 +264,4 @@ def test_no_measurement_while_a_graph_is_captured() -> None:
         got = choice.product_norm_sq(a, g)
     graph.replay()
     close(got, product_definition(a, g), 1e-3)
-    assert choice.measured() == {}
+    assert clock.measured() == {}

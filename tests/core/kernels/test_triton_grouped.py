@@ -21,10 +21,9 @@ from tests.core.kernels.triton_cases import (
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
-    MODULES = {"width": linear_width, "input_length": linear_gram}
+    MODULES = {"width": width, "input_length": gram}
 
 ALGORITHMS = ["width", "input_length"]
 EQUAL = [(2, 20, 32, 16)] * 3
@@ -83,7 +82,7 @@ def test_shared_input(dtype, mask, widths) -> None:
     a = draw(2, 66, 24, dtype=dtype)
     gs = [draw(2, 66, p, dtype=dtype) for p in widths]
     m = draw_mask(mask, 2, 66)
-    got = linear_gram.shared_norm_sq(a, gs, m)
+    got = gram.shared_norm_sq(a, gs, m)
     assert len(got) == len(gs)
     for value, g in zip(got, gs, strict=True):
         check(value, product_definition(a, g, m), dtype)
@@ -92,7 +91,7 @@ def test_shared_input(dtype, mask, widths) -> None:
 def starts_of(pairs, masks=None) -> tuple[int, ...]:
     group = operands.group_of(pairs, masks)
     places = operands.addresses(group.tensors)
-    return linear_gram._starts(group, places, masks and operands.addresses(group.masks))
+    return gram._starts(group, places, masks and operands.addresses(group.masks))
 
 
 def test_neighbours_with_one_input_share_a_row_of_the_table() -> None:
@@ -104,7 +103,7 @@ def test_neighbours_with_one_input_share_a_row_of_the_table() -> None:
     masks = [torch.ones(2, 5, device=DEVICE) for _ in range(2)]
     assert starts_of(pairs, [masks[0], masks[1], masks[1]]) == (0, 1, 2)
     assert starts_of([(a, b), (a, a)], [masks[0], masks[0]]) == (0,)
-    for value, (x, g) in zip(linear_gram.grouped_norm_sq(pairs), pairs, strict=True):
+    for value, (x, g) in zip(gram.grouped_norm_sq(pairs), pairs, strict=True):
         check(value, product_definition(x, g), torch.float32)
 
 

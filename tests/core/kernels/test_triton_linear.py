@@ -22,10 +22,9 @@ from tests.core.kernels.triton_cases import (
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
     from opacus.core.kernels.host.operands import Tile
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
-    MODULES = {"width": linear_width, "input_length": linear_gram}
+    MODULES = {"width": width, "input_length": gram}
 
 ALGORITHMS = ["width", "input_length"]
 # The copy engine reads the even ones; the others are read through pointers.

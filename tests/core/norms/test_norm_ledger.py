@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.norms import grouping
 from opacus.core.norms import ledger as norms
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.record.layers import Layer, layers_of
@@ -218,7 +219,7 @@ def test_small_gradients_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     per_record = 5 * 7 * (6 + 6)
-    monkeypatch.setattr(norms, "STACK_ELEMENTS", 2 * per_record)
+    monkeypatch.setattr(grouping, "STACK_ELEMENTS", 2 * per_record)
     uses = small_layers()
     got = finish(NormLedger(5, deferred=True), records_of(uses))
     assert [rows for rule, rows in calls if rule == "LinearRule"] == [10, 5, 5]
@@ -226,7 +227,7 @@ def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_large_records_are_not_stacked(calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "GROUP_ELEMENTS", 5 * 7 * (6 + 6) - 1)
+    monkeypatch.setattr(grouping, "GROUP_ELEMENTS", 5 * 7 * (6 + 6) - 1)
     finish(NormLedger(5, deferred=True), records_of(small_layers()))
     assert calls == [("LinearRule", 5)] * 4 + [("EmbeddingRule", 5)]  # the others are formed
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.norms import choice, suite
+from opacus.core.kernels.norms import choice, clock, suite
 from opacus.core.kernels.norms.reference import product_norm_sq
-from opacus.core.norms import ledger as norms
+from opacus.core.norms import grouping
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Generation, Record
@@ -42,7 +42,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return [product_norm_sq(activations, g) for g in backprops]
 
     monkeypatch.setattr(suite, "FLASH", replace(suite.FLASH, shared=shared))
-    monkeypatch.setattr(norms, "GROUP_ELEMENTS", 0)
+    monkeypatch.setattr(grouping, "GROUP_ELEMENTS", 0)
     return seen
 
 
@@ -173,7 +173,7 @@ def test_small_layers_of_one_input_are_neighbours_in_their_launch(monkeypatch) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_the_gpu_with_its_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "GROUP_ELEMENTS", 0)
+    monkeypatch.setattr(grouping, "GROUP_ELEMENTS", 0)
     choice.forget()
     layers = flash_layers(nn.ModuleList([nn.Linear(256, p) for p in (256, 64, 64)]))
     x = torch.randn(4, 128, 256, device="cuda", dtype=dtype)
@@ -184,4 +184,4 @@ def test_on_the_gpu_with_its_kernels(dtype: torch.dtype, monkeypatch: pytest.Mon
         ledger.add(record)
     for name, norm_sq in ledger.finish().items():
         torch.testing.assert_close(norm_sq.double(), want[name], rtol=1e-3, atol=0)
-    assert any(choice.SEPARATE in ways for ways in choice.measured().values())
+    assert any(choice.SEPARATE in ways for ways in clock.measured().values())

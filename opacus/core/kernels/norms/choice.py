@@ -6,15 +6,10 @@ fp64, there is only the reference.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,28 +17,19 @@ from torch import Tensor
 
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.operands import SUPPORTED, Tile, interpreted, triton_is_installed
-from opacus.core.kernels.norms import reference
+from opacus.core.kernels.norms import clock, reference
+from opacus.core.kernels.norms.clock import REFERENCE, Ways, fastest, fastest_of, key_of
 from opacus.core.kernels.norms.reference import sum_of_squares, widen
 
-REFERENCE, WIDTH, INPUT_LENGTH = "reference", "width", "input_length"
+WIDTH, INPUT_LENGTH = "width", "input_length"
 # Layers with one input: each as if it had an input of its own.
 SEPARATE = "separate"
 ALGORITHMS = (INPUT_LENGTH, WIDTH)
 # An algorithm that needs this many times the operations of the other is not measured.
 HOPELESS = 8
-# Timed calls of each way, after one that is not timed; the fastest counts.
-REPEATS = 3
 # Kinds of products that are remembered: more come only where lengths vary from step to step.
 MOST_REMEMBERED = 4096
-# File that keeps what was measured; a plain name lies in ~/.cache/opacus.
-CACHE_VARIABLE = "OPACUS_KERNEL_CACHE"
 
-T = TypeVar("T")
-Ways = dict[str, Callable[[], T]]
-
-_costs: dict[str, dict[str, float]] = {}
-# The fastest of some ways, by key and their names.
-_best: dict[tuple[str, ...], str] = {}
 # What takes products of tensors of these shapes, strides and kinds: asked in each layer and step.
 _products: dict[tuple[Any, ...], Callable[..., list[Tensor]]] = {}
 
@@ -93,7 +79,7 @@ def shared_product_norm_sq(
     aligned = mask is None and _take_tma(activations, backprops)
     batch, tokens, d = activations.shape
     widths = [g.shape[2] for g in backprops]
-    key = _key("product", backprops[0], [batch, tokens, d, *widths], (aligned, _kind(mask)))
+    key = key_of("product", backprops[0], [batch, tokens, d, *widths], (aligned, _kind(mask)))
     tiles = _tiles_of(activations.device, aligned)
     takers: dict[str, Callable[..., list[Tensor]]] = {REFERENCE: _each_reference}
     for algorithm in _worth_trying(tokens, d, widths):
@@ -105,8 +91,8 @@ def shared_product_norm_sq(
     if len(widths) > 1:
         takers[SEPARATE] = _each_alone
     arguments = (activations, backprops, mask)
-    norms = _fastest(key, {n: functools.partial(t, *arguments) for n, t in takers.items()})
-    best = _best.get((key, *takers))
+    norms = fastest(key, {n: functools.partial(t, *arguments) for n, t in takers.items()})
+    best = fastest_of(key, tuple(takers))
     # While a graph is captured the best kernels may not be known yet.
     if best is not None and not torch.cuda.is_current_stream_capturing():
         if len(_products) >= MOST_REMEMBERED:
@@ -157,26 +143,24 @@ def _each_alone(
 
 def _taker(algorithm: str, tile: Tile | None) -> Callable[..., list[Tensor]]:
     """What takes products by this algorithm; by the copy engine, if a tile is given."""
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
     if algorithm == INPUT_LENGTH:
         if tile is None:
-            return linear_gram.shared_norm_sq
-        return functools.partial(linear_gram.tma_norm_sq, tile=tile)
+            return gram.shared_norm_sq
+        return functools.partial(gram.tma_norm_sq, tile=tile)
     if tile is None:
-        return lambda a, gs, mask: [linear_width.norm_sq(a, g, mask) for g in gs]
-    return lambda a, gs, _: [linear_width.tma_norm_sq(a, g, tile) for g in gs]
+        return lambda a, gs, mask: [width.norm_sq(a, g, mask) for g in gs]
+    return lambda a, gs, _: [width.tma_norm_sq(a, g, tile) for g in gs]
 
 
 def _tiles_of(device: torch.device, aligned: bool) -> dict[str, tuple[str, Tile | None]]:
     """Algorithm and variant of each way with kernels, by name."""
     if not aligned:
         return {name: (name, None) for name in ALGORITHMS}
-    from opacus.core.kernels.norms import gram as linear_gram
-    from opacus.core.kernels.norms import width as linear_width
+    from opacus.core.kernels.norms import gram, width
 
-    modules = {WIDTH: linear_width, INPUT_LENGTH: linear_gram}
+    modules = {WIDTH: width, INPUT_LENGTH: gram}
     kinds = tuple(modules[name].tiles(device) for name in ALGORITHMS)
     return _named(kinds)
 
@@ -201,14 +185,13 @@ def grouped_product_norm_sq(
     def way(name: str) -> list[Tensor]:
         if name == REFERENCE:
             return [reference_product(a, g, m) for (a, g), m in zip(pairs, own, strict=True)]
-        from opacus.core.kernels.norms import gram as linear_gram
-        from opacus.core.kernels.norms import width as linear_width
+        from opacus.core.kernels.norms import gram, width
 
-        return (linear_width if name == WIDTH else linear_gram).group_norm_sq(group)
+        return (width if name == WIDTH else gram).group_norm_sq(group)
 
     names, sizes = _grouped(group.shapes)
     ways: Ways[list[Tensor]] = {name: functools.partial(way, name) for name in names}
-    return _fastest(_key("grouped", pairs[0][1], sizes, (_kind(own[0]),)), ways)
+    return fastest(key_of("grouped", pairs[0][1], sizes, (_kind(own[0]),)), ways)
 
 
 @functools.lru_cache(maxsize=64)
@@ -232,7 +215,7 @@ def bias_norm_sq(backprops: Tensor, mask: Tensor | None = None) -> Tensor:
     from opacus.core.kernels.norms import bias_and_affine as rows
 
     ways["rows"] = lambda: rows.bias_norm_sq(backprops, mask)
-    return _fastest(_key("bias", backprops, backprops.shape, (_kind(mask),)), ways)
+    return fastest(key_of("bias", backprops, backprops.shape, (_kind(mask),)), ways)
 
 
 def affine_norm_sq(
@@ -258,7 +241,7 @@ def affine_norm_sq(
         inputs, backprops, eps=eps, centre=centre, bias=bias, mask=mask
     )
     options = (centre, bias, _kind(mask))
-    return _fastest(_key("affine", backprops, backprops.shape, options), ways)
+    return fastest(key_of("affine", backprops, backprops.shape, options), ways)
 
 
 def embedding_norm_sq(
@@ -273,7 +256,7 @@ def embedding_norm_sq(
     from opacus.core.kernels.norms import embedding as table
 
     ways["table"] = lambda: table.embedding_norm_sq(ids, backprops, padding_idx, mask)
-    return _fastest(_key("embedding", backprops, backprops.shape, (_kind(mask),)), ways)
+    return fastest(key_of("embedding", backprops, backprops.shape, (_kind(mask),)), ways)
 
 
 # --- the references ---
@@ -319,73 +302,10 @@ def _reference_embedding(
     return reference.table_norm_sq(*lookups, len(ids))
 
 
-# --- measuring ---
-
-
-def measured() -> dict[str, dict[str, float]]:
-    """Milliseconds of each way, by operation, card, dtype and sizes; for reports."""
-    return _costs
-
-
 def forget() -> None:
     """Measure everything anew (and read the file again, if one is named)."""
-    _costs.clear()
-    _best.clear()
+    clock.forget()
     _products.clear()
-    _load.cache_clear()
-
-
-def _fastest(key: str, ways: Ways[T]) -> T:
-    """The result of the way that was fastest when sizes like these were first seen."""
-    asked = (key, *ways)
-    if asked in _best:
-        return ways[_best[asked]]()
-    _load()
-    known = {name: cost for name, cost in _costs.get(key, {}).items() if name in ways}
-    if not known:
-        if interpreted() or torch.cuda.is_current_stream_capturing():
-            return ways[_unmeasured(ways)]()
-        known = _costs[key] = _measure(ways)
-        _save()
-    _best[asked] = min(known, key=known.__getitem__)
-    return ways[_best[asked]]()
-
-
-def _unmeasured(ways: Ways[T]) -> str:
-    """Some kernel, where time cannot be taken: in the interpreter and in graph capture."""
-    return next((name for name in ways if name != REFERENCE), REFERENCE)
-
-
-def _measure(ways: Ways[T]) -> dict[str, float]:
-    """Milliseconds of each way. Ways that need more than the card has are left out."""
-    times = {}
-    for name, way in ways.items():
-        with contextlib.suppress(*_too_large()):
-            times[name] = _milliseconds(way)
-    return times
-
-
-def _milliseconds(way: Callable[[], T]) -> float:
-    """Shortest of a few calls; host time counts where the device waits for it."""
-    way()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        way()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
-
-
-def _too_large() -> tuple[type[Exception], ...]:
-    from triton.runtime.errors import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        OutOfResources,
-    )
-
-    return (OutOfResources, torch.cuda.OutOfMemoryError)
 
 
 def _operations(algorithm: str, batch: int, tokens: int, d: int, p: int) -> int:
@@ -405,66 +325,3 @@ def _worth_trying(tokens: int, d: int, widths: Sequence[int]) -> Iterator[str]:
 
 def _kind(mask: Tensor | None) -> str:
     return "all" if mask is None else "bool" if mask.dtype == torch.bool else "weights"
-
-
-def _key(operation: str, tensor: Tensor, sizes: Sequence[int], options: tuple[object, ...]) -> str:
-    """One for all sizes that agree in their three leading bits."""
-    return _key_of(operation, tensor.device, tensor.dtype, tuple(sizes), options)
-
-
-@functools.lru_cache(maxsize=4096)
-def _key_of(
-    operation: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    options: tuple[object, ...],
-) -> str:
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    rough = "x".join(str(_leading_bits(size)) for size in sizes)
-    name = str(dtype).removeprefix("torch.")
-    return "/".join([operation, card, torch.__version__, name, rough, *map(str, options)])
-
-
-def _leading_bits(size: int) -> int:
-    shift = max(0, size.bit_length() - 3)
-    return size >> shift << shift
-
-
-# --- the file ---
-
-
-def cache_file() -> Path | None:
-    """Where measurements are kept between runs; ``None`` unless the variable names a file."""
-    name = os.environ.get(CACHE_VARIABLE)
-    return Path.home() / ".cache" / "opacus" / name if name else None
-
-
-@functools.cache
-def _load() -> None:
-    file = cache_file()
-    if file is not None and file.is_file():
-        for key, times in _read(file).items():
-            _costs.setdefault(key, times)
-
-
-def _read(file: Path) -> dict[str, dict[str, float]]:
-    try:
-        found = json.loads(file.read_text())
-        return {str(k): {str(n): float(t) for n, t in v.items()} for k, v in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}  # unreadable, or half written by another program: measure again
-
-
-def _save() -> None:
-    """Add what was measured to the file, in one step: other processes read it too."""
-    file = cache_file()
-    if file is None:
-        return
-    with contextlib.suppress(OSError):  # a read-only home costs time, nothing else
-        file.parent.mkdir(parents=True, exist_ok=True)
-        together = {**(_read(file) if file.is_file() else {}), **_costs}
-        descriptor, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(descriptor, "w") as out:
-            json.dump(together, out, indent=1, sort_keys=True)
-        os.replace(name, file)

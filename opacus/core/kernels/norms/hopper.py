@@ -2,7 +2,7 @@
 
 One warp keeps the copy engine busy, two groups of four multiply; programs stay and take one
 tile after the other, so that the next operands arrive while a tile is summed. The same two
-algorithms as in ``linear_width`` and ``linear_gram``, for aligned half-precision tensors
+algorithms as in ``width`` and ``gram``, for aligned half-precision tensors
 without a mask. Letters: B samples, T tokens, d and p features.
 """
 
@@ -391,8 +391,8 @@ def works(device: torch.device) -> bool:
     """Whether the kernels compile on this card and give the right norms.
 
     Gluon is young and changes between Triton's versions: a small case is tried once, with odd
-    sizes and more tiles than one program. Where it fails, the kernels of ``linear_width`` and
-    ``linear_gram`` do the work.
+    sizes and more tiles than one program. Where it fails, the kernels of ``width`` and
+    ``gram`` do the work.
     """
     if operands.interpreted() or torch.cuda.get_device_capability(device) != (9, 0):
         return False

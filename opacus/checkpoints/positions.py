@@ -16,19 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from opacus.checkpoints.random_state import set_torch_state, torch_state
 from opacus.core.privacy.key import SAMPLING
+from opacus.data.sharding import ShardedBatchSampler
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.random_state import set_torch_state, torch_state
-from opacus.utils.sharding import ShardedBatchSampler
-from opacus.utils.uniform_sampler import (
-    DistributedUniformWithReplacementSampler,
-    SystemGenerator,
-    UniformWithReplacementSampler,
-)
+from opacus.utils.uniform_sampler import POISSON, SystemGenerator
 
 # Their batches are those of all ranks together, whatever the number of ranks.
-_POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
-_WHOLE = (*_POISSON, ShardedBatchSampler)
+_WHOLE = (*POISSON, ShardedBatchSampler)
 
 
 @dataclass
@@ -84,7 +79,7 @@ class LoaderPosition:
 
     @property
     def _is_poisson(self) -> bool:
-        return isinstance(self._sampler, _POISSON)
+        return isinstance(self._sampler, POISSON)
 
     # --- generators ---
 
@@ -166,7 +161,7 @@ class LoaderPosition:
         whole = isinstance(self._sampler, _WHOLE)
         replay = known and (same_ranks or whole) and self._can_replay(state["start"])
         self._next = _Resumption(state["used"], state["start"] if replay else None, settle)
-        return replay or isinstance(self._sampler, _POISSON)
+        return replay or isinstance(self._sampler, POISSON)
 
     def _can_replay(self, start: dict[str, Any] | None) -> bool:
         if self._is_poisson:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.checkpoints.noise_state import ENTRY, noise_entries, restore_noise
 from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
-from opacus.utils.noise_state import ENTRY, noise_entries, restore_noise
 
 _PREFIX = "_module."
 _MODULE = "module_state_dict"

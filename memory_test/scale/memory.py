@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opacus.scale.held import held_bytes
-from opacus.scale.rates import Rates
-from opacus.scale.run import OPTIMIZERS, Run
+from memory_test.scale.held import held_bytes
+from memory_test.scale.rates import Rates
+from memory_test.scale.run import OPTIMIZERS, Run
 
 # The log-softmax, which autograd saves, its gradient, and that of the logits, made from both.
 # Logits that the training loop holds (``Run.holds_logits``) come on top, and stay to the end.

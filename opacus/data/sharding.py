@@ -24,12 +24,8 @@ from opacus.core.privacy.noise import draw_seed
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.step.modes import Mode
-from opacus.data_loader import (
-    HostLoader,
-    loader_settings,
-    switch_generator,
-    wrap_collate_with_empty,
-)
+from opacus.data.collate import wrap_collate_with_empty
+from opacus.data.host_loader import HostLoader, loader_settings, switch_generator
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,

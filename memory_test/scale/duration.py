@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opacus.scale.held import held_bytes, norm_seconds
-from opacus.scale.rates import Rates
-from opacus.scale.run import Run
-from opacus.scale.shapes import linears
+from memory_test.scale.held import held_bytes, norm_seconds
+from memory_test.scale.rates import Rates
+from memory_test.scale.run import Run
+from memory_test.scale.shapes import linears
 
 # Attention, causal: forward 2 products of half the T x T, backward 5.
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 2, 5

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memory_test.scale.rates import Rates
+from memory_test.scale.run import Run
+from memory_test.scale.shapes import linears
 from opacus.core.sums.planner import FREE_MEMORY_SHARE, KEEP_PASSES, STORE_PASSES
-from opacus.scale.rates import Rates
-from opacus.scale.run import Run
-from opacus.scale.shapes import linears
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opacus.scale.shapes import LlamaShape
+from memory_test.scale.shapes import LlamaShape
 
 NON_PRIVATE = "no_dp"
 # Which strategy a mode stands for. The kernels of a mode change little beside that.

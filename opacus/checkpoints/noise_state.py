@@ -21,12 +21,12 @@ ENTRY = "noise_generator"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
-    """What a checkpoint holds of the noise: nothing in ``secure_mode``, or before the first step.
+    """What a checkpoint holds of the noise: nothing in ``secure_mode``, or before its key is known.
 
     With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
     """
     layout = optimizer._layout
-    if layout.secure_mode or not layout.noise_is_due() or not layout.key.numbers:
+    if layout.secure_mode or not layout.noise_is_due() or not layout.key.agreed:
         return {}
     return {ENTRY: layout.key.state_dict()}
 
@@ -55,8 +55,9 @@ def restore_noise(
     back = taken > steps
     entry = saved.get(ENTRY)
     entry = entry if isinstance(entry, Mapping) and "next" in entry else None
-    key.at_least({NOISE: max(taken, steps)})
     known = entry is not None and key.resume(entry)
+    # What is known says the number itself: steps that released nothing have none.
+    key.at_least({NOISE: taken if known else max(taken, steps)})
     if (known and not back) or not (steps or taken):
         return
     key.renew()

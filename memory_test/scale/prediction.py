@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from opacus.scale.duration import Duration, duration_of
-from opacus.scale.held import held_bytes
-from opacus.scale.memory import Memory, memory_of
-from opacus.scale.rates import Rates
-from opacus.scale.run import NON_PRIVATE, Run
+from memory_test.scale.duration import Duration, duration_of
+from memory_test.scale.held import held_bytes
+from memory_test.scale.memory import Memory, memory_of
+from memory_test.scale.rates import Rates
+from memory_test.scale.run import NON_PRIVATE, Run
 
 GB = 2**30
 

@@ -1,4 +1,4 @@
-"""Prints what a training run will need: ``python -m opacus.scale --help``."""
+"""Prints what a training run will need: ``python -m memory_test.scale --help``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 
-from opacus.scale.prediction import Prediction, predict
-from opacus.scale.rates import rates_of, read
-from opacus.scale.run import MODES, OPTIMIZERS, Run
-from opacus.scale.shapes import SHAPES, shape_of
+from memory_test.scale.prediction import Prediction, predict
+from memory_test.scale.rates import rates_of, read
+from memory_test.scale.run import MODES, OPTIMIZERS, Run
+from memory_test.scale.shapes import SHAPES, shape_of
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m opacus.scale",
+        prog="python -m memory_test.scale",
         description="Memory of a rank and time of a step, predicted from measured rates.",
     )
     add = parser.add_argument

@@ -1,0 +1,19 @@
+"""Audits: whether a run keeps its promise, measured from outside. See docs/auditing.md."""
+
+from opacus.auditing.bounds import epsilon_lower_bound, gaussian_mu_estimate, p_value
+from opacus.auditing.canaries import GradientCanaries
+from opacus.auditing.report import AuditError, AuditReport, Finding
+from opacus.auditing.sensitivity import leave_one_out
+from opacus.auditing.tokens import TokenCanaries
+
+__all__ = [
+    "AuditError",
+    "AuditReport",
+    "Finding",
+    "GradientCanaries",
+    "TokenCanaries",
+    "epsilon_lower_bound",
+    "gaussian_mu_estimate",
+    "leave_one_out",
+    "p_value",
+]

@@ -1,0 +1,73 @@
+"""Which records are handled together: uses of a layer, equal shapes, one input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+from torch import Tensor
+
+from opacus.core.record.record import Record
+
+# Records of at most this many elements are stacked and handled in one batched
+# call: launches, not arithmetic, are what small layers cost.
+GROUP_ELEMENTS = 1 << 20
+# Most elements that are stacked for one such call.
+STACK_ELEMENTS = 1 << 24
+
+
+def small_by_rule(records: Iterable[Record]) -> tuple[list[list[Record]], list[Record]]:
+    """Small records in groups that share a rule, and the large ones."""
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        small = record.elements <= GROUP_ELEMENTS
+        groups.setdefault(id(record.layer.rule) if small else 0, []).append(record)
+    large = groups.pop(0, [])
+    return list(groups.values()), large
+
+
+def by_layer(records: Iterable[Record]) -> list[list[Record]]:
+    """The uses of each layer, in the order of first use."""
+    return _grouped(records, lambda record: record.spec.name)
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
+    """Records with equal keys together, in the order of the first of each."""
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return list(groups.values())
+
+
+def by_shape(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of different layers in groups that one batched call can handle."""
+    parts = []
+    for group in _grouped(records, _group_key):
+        size = max(1, STACK_ELEMENTS // max(1, group[0].elements))
+        parts += [group[i : i + size] for i in range(0, len(group), size)]
+    return parts
+
+
+def by_input(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of layers of one kind in groups whose activations are the same memory."""
+    return _grouped(records, _input_key)
+
+
+def _input_key(record: Record) -> Hashable:
+    rule, activations = record.layer.rule, record.activations
+    if not rule.shares_input or not isinstance(activations, tuple):
+        return id(record)
+    # All records are alive, so that equal addresses are the same memory.
+    inputs = ((a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) for a in activations)
+    return (id(rule), record.batch, *inputs)
+
+
+def _group_key(record: Record) -> Hashable:
+    """Equal for records that can be stacked; unique for large ones and for odd ones."""
+    rule, activations, backprops = record.layer.rule, record.activations, record.backprops
+    by_rows = rule.by_rows(activations, record.batch) and isinstance(backprops, Tensor)
+    if not by_rows or record.elements > GROUP_ELEMENTS:
+        return id(record)
+    spec = record.spec
+    shapes = tuple((t.shape, t.dtype, t.device) for t in (*activations, backprops))
+    options = tuple(sorted((k, repr(v)) for k, v in spec.options.items()))
+    return (id(rule), spec.params, tuple(spec.shapes.items()), options, shapes)

@@ -1,0 +1,85 @@
+"""At which rate samples join batches, and how many a batch is expected to have."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from opacus.utils.uniform_sampler import POISSON
+
+logger = logging.getLogger(__name__)
+
+
+def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
+    """The sample rate of Poisson sampling in place of `data_loader`'s sampling.
+
+    See `DPDataLoader.from_data_loader`.
+    """
+    batch_sampler, size = data_loader.batch_sampler, len(data_loader.dataset)  # type: ignore
+    if batch_sampler is None:
+        raise ValueError("data_loader does not batch (batch_size=None); give it a batch_size")
+    if len(data_loader) == 0:
+        raise ValueError("data_loader has no batches: its data set is empty or its batch too large")
+    sampler = getattr(batch_sampler, "sampler", batch_sampler)
+    if isinstance(sampler, SubsetRandomSampler):
+        raise ValueError(
+            "data_loader has a SubsetRandomSampler. Poisson sampling would draw from the whole "
+            "data set; give the loader torch.utils.data.Subset(dataset, indices) instead"
+        )
+    if _is_uniform(sampler, size):
+        return 1 / len(data_loader)
+    batch_size = getattr(batch_sampler, "batch_size", None)
+    rate = 1 / len(data_loader) if batch_size is None else min(1.0, batch_size / size)
+    logger.warning(
+        "The %s of data_loader is replaced by Poisson sampling, which is uniform over the data "
+        "set; the sample rate is %g.",
+        type(sampler).__name__,
+        rate,
+    )
+    return rate
+
+
+def _is_uniform(sampler: object, size: int) -> bool:
+    """Whether one pass of `sampler` visits the whole data set, once."""
+    if isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return len(sampler) == size
+    return isinstance(sampler, (DistributedSampler, *POISSON))
+
+
+def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
+    """Says so if `data_loader`, which is kept, draws some samples more often than is counted."""
+    if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
+        return
+    sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.batch_sampler)
+    if not _is_uniform(sampler, len(data_loader.dataset)):  # type: ignore[arg-type]
+        logger.warning(
+            "The %s of data_loader may draw some samples more often than others, but privacy is "
+            "counted as if each joined a batch with the same probability: with "
+            "poisson_sampling=False that epsilon does not hold for the samples it favours. Use "
+            "poisson_sampling=True, which replaces it, or weigh the losses instead.",
+            type(sampler).__name__,
+        )
+
+
+def sample_rate_of(data_loader: DataLoader[Any]) -> float:
+    """Probability with which a sample is in a batch of ``data_loader``."""
+    rate = getattr(data_loader, "sample_rate", None)
+    return float(rate) if rate is not None else 1 / len(data_loader)
+
+
+def expected_batch_size_on_rank(
+    data_loader: DataLoader[Any], sample_rate: float, distributed: bool, of_all: float | None = None
+) -> float:
+    """Expected number of samples of a batch on one rank; `of_all` ranks together, if given."""
+    size = len(data_loader.dataset) * sample_rate if of_all is None else of_all  # type: ignore[arg-type]
+    return size / dist.get_world_size() if distributed else size

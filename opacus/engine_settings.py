@@ -1,0 +1,89 @@
+"""What ``make_private`` was asked for, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from opacus.core.step.auto import Choice
+from opacus.core.step.modes import Mode, mode_of
+
+_OF_THE_MODEL = frozenset({"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of :meth:`opacus.PrivacyEngine.make_private`, which says what each means.
+
+    Attributes:
+        further: Arguments of the model's wrapper, of the criterion and of the optimizer.
+        choice: What ``"auto"`` has chosen and why; ``grad_sample_mode`` is that mode then.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Any
+    data_loader: DataLoader[Any]
+    noise_multiplier: float
+    max_grad_norm: float | list[float]
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    rand_on_empty: bool
+    data_layout: str
+    privacy_unit: str | None
+    expected_batch_size: float | None
+    sample_rate: float | None
+    further: Mapping[str, Any] = field(default_factory=dict)
+    choice: Choice | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that ``grad_sample_mode`` names."""
+        return mode_of(self.grad_sample_mode)
+
+    @property
+    def deferred_norm(self) -> bool | None:
+        """Whether norms are deferred; ``None``: as the environment says."""
+        return self.further.get("deferred_norm")
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks, beside the model and the mode."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "loss_reduction": self.loss_reduction,
+            "poisson_sampling": self.poisson_sampling,
+            "clipping": self.clipping,
+            "data_layout": self.data_layout,
+            "deferred_norm": self.deferred_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "sample_rate": self.sample_rate,
+            "further_arguments": sorted(self.further),
+        }
+
+    def of_the_model(self) -> dict[str, Any]:
+        """Further arguments of the model's wrapper."""
+        layout = {"data_layout": self.data_layout} if self.mode.parallelism == "fsdp" else {}
+        return {**self._further(_OF_THE_MODEL), **layout}
+
+    def of_the_criterion(self, names: Set[str]) -> dict[str, Any]:
+        """Further arguments with these names, which the criterion has."""
+        return self._further(names - _OF_THE_MODEL)
+
+    def of_the_optimizer(self, of_the_criterion: Set[str]) -> dict[str, Any]:
+        """All other further arguments."""
+        return self._further(self.further.keys() - _OF_THE_MODEL - of_the_criterion)
+
+    def _further(self, names: Set[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.further.items() if name in names}

@@ -1,0 +1,111 @@
+"""Leaving units out shows each kind of broken clipping, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.auditing import leave_one_out
+from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as ghost_file
+from opacus.optimizers import optimizer as hooks_file
+
+B, CLIP = 6, 0.05
+
+
+class Run:
+    """A private model in one mode, and its step."""
+
+    def __init__(self, mode: str, **changes: Any) -> None:
+        torch.manual_seed(0)
+        self.batch = (torch.randn(B, 5), torch.randint(3, (B,)))
+        net = changes.pop("net", nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
+        self.engine = PrivacyEngine(accountant="rdp")
+        out = self.engine.make_private(
+            module=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(*self.batch), batch_size=3),
+            noise_multiplier=1.0,
+            max_grad_norm=CLIP,
+            grad_sample_mode=mode,
+            **changes,
+        )
+        self.model, self.optimizer, self.loader = out[0], out[1], out[-1]
+        self.criterion: Any = out[2] if len(out) == 4 else nn.CrossEntropyLoss()
+
+    def step(self, batch: Any) -> None:
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        self.criterion(self.model(inputs), targets).backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_a_true_run_passes_and_goes_on(mode: str) -> None:
+    run = Run(mode)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    report = leave_one_out(run.step, run.optimizer, run.batch)
+    report.raise_if_failed()
+    assert report.scores.shape == (B,)
+    assert report.scores.min() > 0.99  # every gradient is longer than C, so all are at the limit
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert len(run.engine.accountant) == run.optimizer._layout.key.step == 0
+    for batch in run.loader:
+        run.step(batch)
+    assert len(run.engine.accountant) == len(run.loader) == run.optimizer._layout.key.step
+    assert not torch.equal(before[0], next(run.model.parameters()))
+
+
+@pytest.mark.parametrize("change", [torch.ones_like, lambda f: f.roll(1)], ids=["missing", "shift"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_wrong_factors_are_found(
+    mode: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(mode)
+    with torch.no_grad():  # of unequal size, so that another's factor is a wrong one
+        run.batch[0][2] *= 30
+    right = hooks_file.clip_flat
+
+    def wrong(norms: Tensor, limit: float) -> Any:
+        clipped = right(norms, limit)
+        return replace(clipped, factors=change(clipped.factors))
+
+    for file in (hooks_file, ghost_file):
+        monkeypatch.setattr(file, "clip_flat", wrong)
+    report = leave_one_out(run.step, run.optimizer, run.batch)
+    assert report.failures == ("sensitivity",)
+    assert report.scores.max() > 1.2
+
+
+def test_coupled_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss mixes samples, and the check that would refuse it is off."""
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    with pytest.warns(UserWarning):
+        run = Run("hooks")
+        run.criterion = lambda out, y: nn.functional.cross_entropy(out - 5 * out.mean(0), y)
+        report = leave_one_out(run.step, run.optimizer, run.batch)
+    assert not report.passed and report.scores.max() > 1.2
+
+
+def test_a_random_model_is_no_evidence() -> None:
+    net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    run = Run("hooks", net=net)
+    report = leave_one_out(run.step, run.optimizer, run.batch)
+    assert "random" in str(report) and not report.passed
+
+
+def test_what_says_nothing_is_refused() -> None:
+    run = Run("hooks")
+    with pytest.raises(ValueError, match="sum of the batch is zero"):
+        leave_one_out(lambda batch: None, run.optimizer, run.batch)
+    with pytest.raises(ValueError, match="must be some of"):
+        leave_one_out(run.step, run.optimizer, run.batch, units=[B])
+    with pytest.raises(ValueError, match="first dimension"):
+        leave_one_out(run.step, run.optimizer, (torch.ones(3), torch.ones(4)))
