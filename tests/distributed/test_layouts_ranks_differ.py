@@ -164,7 +164,7 @@ def accumulated(rank: int, mode: str, deferred: bool) -> dict[str, Any]:
     return {"grads": _grads(net), "collectives": seen.names}
 
 
-def poisson(rank: int, mode: str, deferred: bool, seed: int = 5) -> dict[str, Any]:
+def poisson(rank: int, mode: str, deferred: bool, seed: int = 6) -> dict[str, Any]:
     """Poisson batches in physical ones of two samples; what was drawn and summed."""
     net = sharded("blocks")
     engine = PrivacyEngine(accountant="rdp")

@@ -13,7 +13,6 @@ import pytest
 import torch
 import train_text_fsdp as script
 from models import SHAPES, build_model
-from opacus.utils.checkpoint_folder import read_manifest
 from options import parse_arguments
 from problem import load_problem, new_model
 from runtime import Runtime, running
@@ -24,6 +23,7 @@ from tokenizer import make_tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import EncodedTexts, Task, evaluate
 
+from opacus.checkpoints.folder import read_manifest
 from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.distributed_utils import run_distributed
