@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from opacus.auditing.bounds import epsilon_lower_bound, gaussian_mu_estimate
 from opacus.auditing.checks import Observed, check_all
-from opacus.auditing.report import AuditReport, Finding
+from opacus.auditing.claim import compare_with_claim
+from opacus.auditing.report import AuditReport
 
 KEY = "canary"
 NO_CANARY = -1
@@ -159,26 +159,16 @@ class GradientCanaries:
             self._rate,
             len(self._engine.accountant) - self._counted_before,
         )
-        scores, epsilon = self.scores(), float(self._engine.get_epsilon(delta))
-        half = false_alarm / 2
-        sure = epsilon_lower_bound(scores, self.included, delta=delta, confidence=1 - half)
-        refuted = Finding(
-            "epsilon",
-            sure <= epsilon,
-            f"at least {sure:.3g} with confidence {1 - half:g}, claimed {epsilon:.3g}",
-        )
-        return AuditReport(
-            findings=(*check_all(observed, half), refuted),
-            false_alarm=false_alarm,
-            epsilon=epsilon,
-            epsilon_lower_bound=epsilon_lower_bound(
-                scores, self.included, delta=delta, confidence=confidence
-            ),
+        half = 0.5  # of the false alarms are for the checks, the rest for epsilon
+        return compare_with_claim(
+            self.scores(),
+            self.included,
+            epsilon=float(self._engine.get_epsilon(delta)),
             delta=delta,
             confidence=confidence,
-            mu=gaussian_mu_estimate(scores, self.included),
-            scores=scores,
-            included=self.included,
+            false_alarm=false_alarm,
+            others=check_all(observed, half * false_alarm),
+            share=half,
         )
 
 

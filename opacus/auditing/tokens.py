@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opacus.auditing.bounds import epsilon_lower_bound, gaussian_mu_estimate
-from opacus.auditing.report import AuditReport, Finding
+from opacus.auditing.claim import compare_with_claim
+from opacus.auditing.report import AuditReport
 
 IGNORED = -100
 FEWEST = 16
@@ -124,24 +124,11 @@ class TokenCanaries:
         """
         after = self.losses(logits)
         scores: Any = (-after if before is None else before - after).double().numpy()
-
-        def bound(confidence: float) -> float:
-            return epsilon_lower_bound(scores, self.included, delta=delta, confidence=confidence)
-
-        sure = bound(1 - false_alarm)
-        finding = Finding(
-            "epsilon",
-            sure <= epsilon,
-            f"at least {sure:.3g} with confidence {1 - false_alarm:g}, claimed {epsilon:.3g}",
-        )
-        return AuditReport(
-            (finding,),
-            false_alarm=false_alarm,
+        return compare_with_claim(
+            scores,
+            self.included,
             epsilon=epsilon,
-            epsilon_lower_bound=bound(confidence),
             delta=delta,
             confidence=confidence,
-            mu=gaussian_mu_estimate(scores, self.included),
-            scores=scores,
-            included=self.included,
+            false_alarm=false_alarm,
         )
