@@ -52,6 +52,7 @@ def add_noise(
     purpose: str,
     secure: bool = False,
     number: int | None = None,
+    past: Sequence[tuple[float, int]] = (),
 ) -> None:
     """Write sums with noise to where they go; of sharded tensors, each rank its own shard.
 
@@ -63,33 +64,38 @@ def add_noise(
         purpose: What the noise is for.
         secure: ChaCha20 instead of Philox.
         number: Of the step, from ``key.advance``; by default a new one.
+        past: Weights and numbers of earlier steps whose noise is made again and added, too.
     """
     step = key.advance(purpose) if number is None else number
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     for source, target, name in sums:
         own, place = local_of(source), local_of(target)
-        stream = key.stream(purpose, name)
+        streams = [key.stream(purpose, name, old) for old in (step, *(old for _, old in past))]
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
-        draws += _draws(source, own.contiguous(), place, stream)
+        draws += _draws(source, own.contiguous(), place, streams)
     for piece in consecutive(draws, lambda draw: draw.region.size, PIECE_ELEMENTS):
-        add_gaussian(std, piece, step, secure)
+        add_gaussian(std, piece, step, secure, past)
     for place, result in back:
         place.copy_(result)
 
 
-def _draws(tensor: Tensor, source: Tensor, target: Tensor, stream: bytes) -> Iterator[Draw]:
+def _draws(
+    tensor: Tensor, source: Tensor, target: Tensor, streams: Sequence[bytes]
+) -> Iterator[Draw]:
+    key, *past = streams
+    earlier = tuple(past)
     regions = regions_of(tensor, source)
     if len(regions) == 1:
-        yield Draw(source, target, regions[0], stream)
+        yield Draw(source, target, regions[0], key, earlier)
         return
     sizes = [region.size for region in regions]
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
     for part, place, region in parts if regions else ():
-        yield Draw(part, place, region, stream)
+        yield Draw(part, place, region, key, earlier)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

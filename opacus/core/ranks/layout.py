@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, local_of
+from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
 
@@ -40,6 +41,7 @@ class Single:
 
     Attributes:
         key: Key of the run.
+        correlation: How the noise of steps hangs together; ``None`` if it is independent.
     """
 
     world_size = 1
@@ -50,6 +52,12 @@ class Single:
         self._generator = generator
         self.secure_mode = secure_mode
         self.key = self._new_key()
+        self.correlation: Correlation | None = None
+
+    def correlate(self, plan: CorrelatedNoise, split: Split) -> None:
+        """From now on steps have correlated noise; see that class."""
+        self.correlation = Correlation(plan, split)
+        self.key.keeps_past = True
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -60,10 +68,20 @@ class Single:
     def generator(self, value: torch.Generator | None) -> None:
         self._generator = value
         old, self.key = self.key, self._new_key()
-        self.key.at_least(old.numbers)
+        self.key.follow(old)
 
     def _new_key(self) -> RunKey:
         return RunKey(self._generator, secure=self.secure_mode, shared=self.shares_key)
+
+    @property
+    def noise_growth(self) -> float:
+        """Deviation of the draws relative to that of independent noise for the same privacy."""
+        return 1.0 if self.correlation is None else self.correlation.plan.sensitivity
+
+    def skip_noise(self) -> None:
+        """A step was skipped: correlated noise knows when a sample takes part by its number."""
+        if self.correlation is not None:
+            self.key.advance(NOISE)
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
         """Noise by itself, other noise in each call; None where none is due.
@@ -91,7 +109,7 @@ class Single:
         """Each sum with the noise that is due to it here, a step of the key's.
 
         Args:
-            std: Standard deviation of the noise.
+            std: Standard deviation of the noise; with a correlation, of the white draws.
             sums: Sums of clipped gradients.
             dtypes: Dtype of each result.
             in_place: Overwrite sums that have it, which saves the memory of another gradient.
@@ -100,14 +118,21 @@ class Single:
         Returns:
             The results, formed when they are asked for.
         """
-        step = self.key.advance(NOISE)
+        step = self.key.step
+        past = [] if self.correlation is None else self.correlation.past(step, std)
+        self.key.advance(NOISE)
         due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
         jobs = list(zip(sums, dtypes, names, strict=True))
-        return self._noised(std if due else 0.0, jobs, in_place, step)
+        return self._noised(std if due else 0.0, jobs, in_place, step, past)
 
     def _noised(
-        self, std: float, jobs: list[tuple[Tensor, torch.dtype, str]], in_place: bool, step: int
+        self,
+        std: float,
+        jobs: list[tuple[Tensor, torch.dtype, str]],
+        in_place: bool,
+        step: int,
+        past: list[tuple[float, int]],
     ) -> Iterator[Tensor]:
         for piece in consecutive(jobs, lambda job: local_of(job[0]).numel(), PIECE_ELEMENTS):
             targets = [
@@ -117,7 +142,7 @@ class Single:
             with_target = list(zip(piece, targets, strict=True))
             if std:
                 todo = [(total, target, name) for (total, _, name), target in with_target]
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step)
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
             else:
                 for (total, _, _), target in with_target:
                     if target is not total:
