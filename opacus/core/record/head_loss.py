@@ -21,7 +21,7 @@ from opacus.core.rules.tensor_parallel import TensorParallelRule
 _NOTE = "_opacus_head_loss"  # on the output of a head that has computed its loss
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def losses_of_head(
     hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions
 ) -> Tensor:

@@ -51,14 +51,14 @@ class HeadLossRule(LayerRule):
     Backprops are ``[B, T]``, the gradient with respect to the tokens' losses.
 
     Args:
-        options: Of the loss.
+        loss: What is computed of the logits.
         hidden: Where the backward pass of the loss looks for the hidden states' gradient.
     """
 
     as_given = True
 
-    def __init__(self, options: LossOptions, hidden: HiddenGradient) -> None:
-        self.options = options
+    def __init__(self, loss: LossOptions, hidden: HiddenGradient) -> None:
+        self.loss = loss
         self.hidden = hidden
 
     def per_sample_grad(
@@ -72,7 +72,7 @@ class HeadLossRule(LayerRule):
             wanted.units = grads["weight"]
         if "bias" in spec.params:
             grads["bias"] = wanted.units_bias = head.hidden.new_zeros(rows)
-        sweep(head, backprops, self.options, wanted)
+        sweep(head, backprops, self.loss, wanted)
         return grads
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class HeadLossRule(LayerRule):
             norms["weight"] = wanted.norm_sq = zeros[0]
         if "bias" in spec.params:
             norms["bias"] = wanted.norm_sq_bias = zeros[1]
-        sweep(head, backprops, self.options, wanted)
+        sweep(head, backprops, self.loss, wanted)
         return norms
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
@@ -108,7 +108,7 @@ class HeadLossRule(LayerRule):
             sums["bias"] = wanted.total_bias = head.hidden.new_zeros(
                 spec.shapes["bias"], dtype=wide
             )
-        sweep(head, backprops, self.options, wanted)
+        sweep(head, backprops, self.loss, wanted)
         return sums
 
     def by_rows(self, activations: Any, batch: int) -> bool:

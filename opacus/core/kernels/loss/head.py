@@ -1,4 +1,4 @@
-"""Cross-entropy of ``hidden @ weight.T + bias`` without all logits: a part of the vocabulary at once.
+"""Cross-entropy of ``hidden @ weight.T + bias``, a part of the vocabulary at a time: no logits.
 
 A part's logits ``[B, T, c]`` are computed, used and dropped. Since the sum over tokens is complete
 for the rows of that part, so are those rows of each unit's gradient of the head: their squared
