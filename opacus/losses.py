@@ -90,6 +90,11 @@ def without_logits(model: Any, **options: Any) -> Any:
     return model
 
 
+def is_without_logits(model: Any) -> bool:
+    """Whether :func:`without_logits` has changed this model."""
+    return isinstance(getattr(getattr(model, "loss_function", None), "__self__", None), _Labels)
+
+
 class _Labels:
     """The labels of the batch that a model runs on, for its head."""
 

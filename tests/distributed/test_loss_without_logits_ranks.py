@@ -22,15 +22,12 @@ B = one.B
 # mode, tied, loss inside of the model, deferred norms, what one pass keeps, rows of each rank,
 # whether the head is a unit of its own
 CASES = [
-    ("ghost_fsdp", False, True, False, "", (2, 2), False),
     ("ghost_fsdp", True, True, True, "", (1, 3), False),
     ("ghost_fsdp", False, False, True, "", (0, 4), True),
     ("ghost_fsdp_bk", False, True, False, "store", (2, 2), False),
     ("ghost_fsdp_bk", False, True, True, "keep", (0, 4), True),
     ("ghost_fsdp_bk", False, False, False, "keep", (1, 3), False),
     ("ghost_fsdp_bk", True, True, False, "keep", (3, 1), False),
-    ("ghost_fsdp_bk", True, True, False, "store", (2, 2), False),
-    ("flash_fsdp_bk", True, False, True, "keep", (2, 2), False),
 ]
 
 
