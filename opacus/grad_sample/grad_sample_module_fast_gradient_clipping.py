@@ -21,6 +21,7 @@ from opacus.core.platform.profiling import (
     part,
     timed,
 )
+from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
@@ -263,7 +264,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
-            device = next(self._module.parameters()).device
+            device = compute_device(next(self._module.parameters()))
             with part(FINAL_COMPUTE):
                 self._per_sample_gradient_norms = total_norms(norm_sq, ledger.batch, device)
                 self._norm_sq = norm_sq

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -25,6 +27,14 @@ def local_of(tensor: Any) -> Any:
     Not by ``to_local()``, which records an operation for autograd and takes ten times as long.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def compute_device(tensor: Any) -> torch.device:
+    """Where a tensor is computed with; under ``CPUOffloadPolicy`` it waits on the CPU."""
+    if is_dtensor(tensor) and tensor.device_mesh.device_type != tensor.device.type:
+        return torch.device(tensor.device_mesh.device_type)
+    device: torch.device = tensor.device
+    return device
 
 
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:

@@ -12,7 +12,7 @@ from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import local_of
+from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -72,6 +72,9 @@ def add_noise(
     for source, target, name in sums:
         own, place = local_of(source), local_of(target)
         streams = [key.stream(purpose, name, old) for old in (step, *(old for _, old in past))]
+        if compute_device(source) != own.device:  # one at a time: there is no room for all
+            _add_where_it_computes(std, source, place, streams, step, secure, past)
+            continue
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
@@ -81,6 +84,25 @@ def add_noise(
         add_gaussian(std, piece, step, secure, past)
     for place, result in back:
         place.copy_(result)
+
+
+def _add_where_it_computes(
+    std: float,
+    source: Tensor,
+    place: Tensor,
+    streams: Sequence[bytes],
+    step: int,
+    secure: bool,
+    past: Sequence[tuple[float, int]],
+) -> None:
+    """:func:`add_noise` of a tensor that waits on the CPU, where noise takes 100 times as long."""
+    own = local_of(source).to(compute_device(source)).contiguous()
+    result = torch.empty_like(own, dtype=place.dtype)
+    for piece in consecutive(
+        _draws(source, own, result, streams), lambda draw: draw.region.size, PIECE_ELEMENTS
+    ):
+        add_gaussian(std, piece, step, secure, past)
+    place.copy_(result)
 
 
 def _draws(
