@@ -6,6 +6,7 @@ Importing them takes half a second; a program that shards anything has done so a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ def local_of(tensor: Any) -> Any:
     Not by ``to_local()``, which records an operation for autograd and takes ten times as long.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def locals_of(tensors: Iterable[Any]) -> list[Any]:
+    """:func:`local_of` each."""
+    return [local_of(tensor) for tensor in tensors]
 
 
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,10 @@ class RunKey:
         if known is None:
             known = self._derived[purpose, name] = self.key.derive(purpose, name)
         return known
+
+    def streams(self, purpose: str, names: Iterable[str]) -> list[bytes]:
+        """:meth:`stream` of each name."""
+        return [self.stream(purpose, name) for name in names]
 
     @property
     def step(self) -> int:

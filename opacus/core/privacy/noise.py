@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
-from opacus.core.kernels.noise.regions import regions_of
+from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import local_of
+from opacus.core.platform.sharded import locals_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -65,31 +66,33 @@ def add_noise(
         number: Of the step, from ``key.advance``; by default a new one.
     """
     step = key.advance(purpose) if number is None else number
+    sources, targets, names = zip(*sums, strict=True) if sums else ((), (), ())
+    streams = key.streams(purpose, names)
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
-    for source, target, name in sums:
-        own, place = local_of(source), local_of(target)
-        stream = key.stream(purpose, name)
+    own, places = locals_of(sources), locals_of(targets)
+    for source, local, place, stream in zip(sources, own, places, streams, strict=True):
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
-        draws += _draws(source, own.contiguous(), place, stream)
-    for piece in consecutive(draws, lambda draw: draw.region.size, PIECE_ELEMENTS):
+        draws += _draws(source, local, place, stream)
+    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
         add_gaussian(std, piece, step, secure)
     for place, result in back:
         place.copy_(result)
 
 
-def _draws(tensor: Tensor, source: Tensor, target: Tensor, stream: bytes) -> Iterator[Draw]:
+def _draws(tensor: Tensor, local: Tensor, target: Tensor, stream: bytes) -> list[Draw]:
+    source, size = local.contiguous(), local.numel()
+    if local is tensor:  # a plain one, which is whole here
+        return [Draw(source, target, Region(0, size, size, size), stream)] if size else []
     regions = regions_of(tensor, source)
     if len(regions) == 1:
-        yield Draw(source, target, regions[0], stream)
-        return
+        return [Draw(source, target, regions[0], stream)]
     sizes = [region.size for region in regions]
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
-    for part, place, region in parts if regions else ():
-        yield Draw(part, place, region, stream)
+    return [Draw(*part, stream) for part in (parts if regions else ())]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
