@@ -222,7 +222,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
 
         Empties ``grads`` on the way, so that no memory is held twice.
         """
-        sums = unprocessed(getattr(parameter, "summed_grad", None) for parameter in parameters)
+        sums = unprocessed([getattr(p, "summed_grad", None) for p in parameters])
         for place, parameter in enumerate(parameters):
             grad, grads[place] = grads[place], None
             known, sums[place] = sums[place], None
@@ -415,7 +415,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
             if self.pre_step():
                 self.original_optimizer.step()
             # Also after a physical batch: zero_grad is due.
-            mark_processed(*(p.grad for p in self._listed if p.grad is not None))
+            mark_processed(*[p.grad for p in self._listed if p.grad is not None])
         finally:
             self._listed = None
 

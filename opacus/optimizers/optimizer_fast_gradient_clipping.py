@@ -85,7 +85,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             RuntimeError: No clipped gradient has been formed since the last step.
         """
         parameters = self.params
-        fresh = unprocessed(parameter.grad for parameter in parameters)
+        fresh = unprocessed([parameter.grad for parameter in parameters])
         self._check_clipped(fresh)
         self._check_known(parameters)
         self.check_unchanged()
@@ -97,7 +97,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _discard(self) -> None:
         parameters = self.params
-        self._check_clipped(unprocessed(parameter.grad for parameter in parameters))
+        self._check_clipped(unprocessed([parameter.grad for parameter in parameters]))
         for parameter in parameters:
             parameter.grad = None
         self._batch_is_taken()
