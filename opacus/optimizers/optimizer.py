@@ -248,7 +248,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
             sums.append(torch.zeros_like(parameter) if summed is None else summed)
         _check_processed_flag(sums)
         self._note_clipping_norm()
-        std = self._privacy.noise_std_at(self._clipped_with)
+        std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
@@ -382,6 +382,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
     def skip_overflowed_step(self) -> None:
         """Release nothing and drop the sums; the accountant counts the step."""
         self._count_step(self._counts())
+        self._layout.skip_noise()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self.call_step_hooks()

@@ -53,6 +53,7 @@ def add_noise(
     purpose: str,
     secure: bool = False,
     number: int | None = None,
+    past: Sequence[tuple[float, int]] = (),
 ) -> None:
     """Write sums with noise to where they go; of sharded tensors, each rank its own shard.
 
@@ -64,35 +65,37 @@ def add_noise(
         purpose: What the noise is for.
         secure: ChaCha20 instead of Philox.
         number: Of the step, from ``key.advance``; by default a new one.
+        past: Weights and numbers of earlier steps whose noise is made again and added, too.
     """
     step = key.advance(purpose) if number is None else number
     sources, targets, names = zip(*sums, strict=True) if sums else ((), (), ())
-    streams = key.streams(purpose, names)
+    streams = key.streams(purpose, names, [step, *(old for _, old in past)])
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     own, places = locals_of(sources), locals_of(targets)
-    for source, local, place, stream in zip(sources, own, places, streams, strict=True):
+    for source, local, place, keys in zip(sources, own, places, streams, strict=True):
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
-        draws += _draws(source, local, place, stream)
+        draws += _draws(source, local, place, keys)
     for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
-        add_gaussian(std, piece, step, secure)
+        add_gaussian(std, piece, step, secure, past)
     for place, result in back:
         place.copy_(result)
 
 
-def _draws(tensor: Tensor, local: Tensor, target: Tensor, stream: bytes) -> list[Draw]:
-    source, size = local.contiguous(), local.numel()
+def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[bytes]) -> list[Draw]:
+    source, size, (key, *past) = local.contiguous(), local.numel(), streams
+    earlier = tuple(past)
     if local is tensor:  # a plain one, which is whole here
-        return [Draw(source, target, Region(0, size, size, size), stream)] if size else []
+        return [Draw(source, target, Region(0, size, size, size), key, earlier)] if size else []
     regions = regions_of(tensor, source)
     if len(regions) == 1:
-        return [Draw(source, target, regions[0], stream)]
+        return [Draw(source, target, regions[0], key, earlier)]
     sizes = [region.size for region in regions]
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
-    return [Draw(*part, stream) for part in (parts if regions else ())]
+    return [Draw(*part, key, earlier) for part in (parts if regions else ())]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

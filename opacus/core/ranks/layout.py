@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
 
@@ -42,6 +43,7 @@ class Single:
 
     Attributes:
         key: Key of the run.
+        correlation: How the noise of steps hangs together; ``None`` if it is independent.
     """
 
     world_size = 1
@@ -52,6 +54,12 @@ class Single:
         self._generator = generator
         self.secure_mode = secure_mode
         self.key = self._new_key()
+        self.correlation: Correlation | None = None
+
+    def correlate(self, plan: CorrelatedNoise, split: Split) -> None:
+        """From now on steps have correlated noise; see that class."""
+        self.correlation = Correlation(plan, split)
+        self.key.keeps_past = True
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -62,10 +70,20 @@ class Single:
     def generator(self, value: torch.Generator | None) -> None:
         self._generator = value
         old, self.key = self.key, self._new_key()
-        self.key.at_least(old.numbers)
+        self.key.follow(old)
 
     def _new_key(self) -> RunKey:
         return RunKey(self._generator, secure=self.secure_mode, shared=self.shares_key)
+
+    @property
+    def noise_growth(self) -> float:
+        """Deviation of the draws relative to that of independent noise for the same privacy."""
+        return 1.0 if self.correlation is None else self.correlation.plan.sensitivity
+
+    def skip_noise(self) -> None:
+        """A step was skipped: correlated noise knows when a sample takes part by its number."""
+        if self.correlation is not None:
+            self.key.advance(NOISE)
 
     def noise(self, std: float, reference: Tensor) -> Tensor | None:
         """Noise by itself, other noise in each call; None where none is due.
@@ -93,7 +111,7 @@ class Single:
         """Each sum with the noise that is due to it here, a step of the key's.
 
         Args:
-            std: Standard deviation of the noise.
+            std: Standard deviation of the noise; with a correlation, of the white draws.
             sums: Sums of clipped gradients.
             dtypes: Dtype of each result.
             in_place: Overwrite sums that have it, which saves the memory of another gradient.
@@ -102,12 +120,14 @@ class Single:
         Returns:
             The results, formed when they are asked for.
         """
-        step = self.key.advance(NOISE)
+        step = self.key.step
+        past = [] if self.correlation is None else self.correlation.past(step, std)
+        self.key.advance(NOISE)
         due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
         sizes = [own.numel() for own in locals_of(sums)]
         jobs = list(zip(sums, dtypes, names, sizes, strict=True))
-        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, in_place, step))
+        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, in_place, step, past))
 
     def _pieces(
         self,
@@ -115,6 +135,7 @@ class Single:
         jobs: list[tuple[Tensor, torch.dtype, str, int]],
         in_place: bool,
         step: int,
+        past: list[tuple[float, int]],
     ) -> Iterator[list[Tensor]]:
         for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
             todo = [
@@ -122,7 +143,7 @@ class Single:
                 for total, dtype, name, _ in piece
             ]
             if std:
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step)
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
             else:
                 for total, target, _ in todo:
                     if target is not total:
