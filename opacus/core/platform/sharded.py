@@ -6,6 +6,7 @@ Importing them takes half a second; a program that shards anything has done so a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -35,6 +36,11 @@ def compute_device(tensor: Any) -> torch.device:
         return torch.device(tensor.device_mesh.device_type)
     device: torch.device = tensor.device
     return device
+
+
+def locals_of(tensors: Iterable[Any]) -> list[Any]:
+    """:func:`local_of` each."""
+    return [local_of(tensor) for tensor in tensors]
 
 
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:

@@ -126,7 +126,7 @@ def _kernels(facts: Facts, one_pass: bool) -> tuple[bool, str]:
     if not facts.triton:
         return False, "norms by PyTorch: Triton is not installed"
     if facts.sharded and one_pass:
-        # Measured: memory_test/results/experiments/2026-11-28_h200x2.json.
+        # Measured: memory_test/results/llama3-1b_h200x2_2026-11-28_series.json.
         return False, (
             "norms by PyTorch: most come from the gradients that are formed for the sum, and "
             "launching Triton kernels for the rest takes the host longer"
