@@ -227,16 +227,6 @@ def test_rows_of_nobody_must_get_no_gradient(mode: str) -> None:
 # --- optimizers ---
 
 
-def test_several_optimizers_are_refused() -> None:
-    model = nn.Linear(5, 3)
-    both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"optimizer is a list.*one optimizer"):
-        PrivacyEngine().make_private(
-            module=model, optimizer=both, data_loader=DataLoader(TensorDataset(torch.zeros(4, 5))),
-            noise_multiplier=1.0, max_grad_norm=1.0,
-        )  # fmt: skip
-
-
 class ScheduleFree(torch.optim.SGD):
     training = False
 
