@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from opacus.integrations.transformers import DPArguments, DPTrainer, DPTrainerMixin  # noqa: E402
 from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
 from opacus.losses import without_logits  # noqa: E402
+from opacus.optimizers import JointOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -38,7 +39,8 @@ def trained(
     cls: Any, model: Any, folder: Path, data: Any, privacy: Any = None, **changes: Any
 ) -> Any:
     more = {} if privacy is None else {"privacy": privacy}
-    init = {k: changes.pop(k) for k in ("compute_loss_func", "eval_dataset") if k in changes}
+    kept = ("compute_loss_func", "eval_dataset", "optimizers")
+    init = {k: changes.pop(k) for k in kept if k in changes}
     trainer = cls(
         model, arguments(folder, **changes), train_dataset=data, data_collator=collate,
         **init, **more,
@@ -206,6 +208,56 @@ def test_a_loss_function_of_ones_own(tmp_path: Path) -> None:
     plain = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED)
     ours = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **more, **SPLIT)
     assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Evaluates at the mean of all steps' weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+        self.modes: list[bool] = []
+        self.sums: list[Tensor] = []
+        self.own: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        every = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.sums = [a + b for a, b in zip(self.sums, every, strict=True)] if self.sums else every
+        self.modes.append(True)
+        return loss
+
+    def eval(self) -> None:
+        every = self.param_groups[0]["params"]
+        self.own = [p.detach().clone() for p in every]
+        for p, total in zip(every, self.sums, strict=True):
+            p.data.copy_(total / len(self.modes))
+
+    def train(self) -> None:
+        for p, own in zip(self.param_groups[0]["params"], self.own, strict=False):
+            p.data.copy_(own)
+        self.own = []
+
+
+def muon_and_sgd(parameters: list[Any]) -> Any:
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return JointOptimizer([torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(rest, lr=0.5)])
+
+
+@pytest.mark.parametrize("make", [ScheduleFree, muon_and_sgd])
+def test_optimizers_of_other_kinds(tmp_path: Path, make: Any) -> None:
+    """Schedule-free ones are told of training and evaluation; several take one step."""
+    runs = []
+    for cls, privacy in ((transformers.Trainer, None), (DPTrainer, DPArguments(**HUGE))):
+        model = llama()
+        more = {**FIXED, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": Texts(5)}
+        optimizers = (make(list(model.parameters())), None)
+        run = trained(
+            cls, model, tmp_path, Texts(), privacy, max_grad_norm=0, optimizers=optimizers, **more
+        )
+        runs.append([h["eval_loss"] for h in run.state.log_history if "eval_loss" in h])
+    assert len(runs[0]) == 3 and len(set(runs[0])) == 3
+    assert runs[0] == pytest.approx(runs[1], abs=2e-4)
 
 
 def test_a_loss_that_joins_examples_is_found(tmp_path: Path) -> None:

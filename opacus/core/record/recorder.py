@@ -425,7 +425,8 @@ class Recorder:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         # One input may hold several samples, in a list, say: then the losses tell.
         one = forward_pass.batch == 1 and forward_pass.named is None
-        if use.units is not None and not (one and self.losses not in (None, 1)):
+        told = one and self.losses not in (None, 1)
+        if use.units is not None and not told:
             with self.paused():  # some rules run the layer again
                 return record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
         dim = use.batch_dim
@@ -438,6 +439,8 @@ class Recorder:
             )
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
+        # All rows of another use are the one sample's, too (DoRA runs an adapter on an identity).
+        seen = 0 if one and not told else forward_pass.rows.get(name, 0)
         if self.whose.repeats.open:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
@@ -451,7 +454,7 @@ class Recorder:
             spec=use.spec,
             activations=activations,
             backprops=first if len(backprops) == 1 else tuple(backprops),
-            rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
+            rows=0 if forward_pass.made_up else max(seen, batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,

@@ -288,7 +288,6 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self._place()
         self.create_optimizer()
-        self._refuse_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)
         if saved is not None:
@@ -299,13 +298,6 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         return self.model_wrapped, loader
-
-    def _refuse_optimizer(self) -> None:
-        if hasattr(self.optimizer, "train"):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} changes the weights between training and "
-                "evaluation, which a private optimizer does not pass on: use another optimizer"
-            )
 
     def _make_private(self, max_steps: int, loader: Any) -> Any:
         if self._sigma is None:
