@@ -60,10 +60,10 @@ def check_privacy_unit(settings: Settings) -> None:
             "privacy_unit needs wrap_model=True: it is the wrapper that takes the units from the "
             "model's arguments"
         )
-    if grad_sample_mode in ("ew", "no_op"):
+    if grad_sample_mode == "no_op":
         raise ValueError(
-            f"privacy_unit is not supported by grad_sample_mode={grad_sample_mode!r}, which does "
-            "not record layers: use 'hooks' or a ghost mode"
+            "privacy_unit is not supported by grad_sample_mode='no_op', which does not record "
+            "layers: use 'hooks' or a ghost mode"
         )
 
 
@@ -137,7 +137,7 @@ def check_arguments(settings: Settings) -> None:
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
-    if settings.grad_sample_mode not in ("ew", "no_op"):
+    if settings.grad_sample_mode != "no_op":
         _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
