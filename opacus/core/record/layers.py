@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
@@ -21,6 +22,7 @@ class Layer:
     Names of parameters that it reads from parts of it have dots; see :mod:`.readers`.
 
     Attributes:
+        held: The module, which an output that is kept does not keep.
         owners: Local parameter name -> name of the parameter in the model; the
             same for all layers that share a parameter.
         shared: Whether another layer has one of these parameters too.
@@ -31,7 +33,7 @@ class Layer:
         unheld: Local names of parameters that the optimizer does not hold, which count as frozen.
     """
 
-    module: nn.Module
+    held: HeldModule
     spec: LayerSpec
     rule: LayerRule
     owners: Mapping[str, str]
@@ -40,6 +42,11 @@ class Layer:
     features: int | None = None
     unheld: frozenset[str] = frozenset()
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.held()
 
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
         """The layer, and ``spec``, of records that hold the gradients of units themselves."""
@@ -104,7 +111,11 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
         batch_first = written.batch_leads or _own_layout(module, spec)
         features = written.features(spec)
-        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first, features=features))
+        layers.append(
+            Layer(
+                HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
+            )
+        )
     _mark_shared(layers)
     return layers
 

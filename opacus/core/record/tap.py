@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -33,15 +34,24 @@ class Use:
     """One use of a layer, from its forward until its graph is gone.
 
     Args:
-        sink: Takes what the backward pass brings.
+        sink: Takes what the backward pass brings; held weakly, as the graph may outlive the model.
         batch_dim: Dimension of inputs and outputs that counts samples.
         inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
             that was called with one tensor.
     """
 
     __slots__ = (
-        "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "refusal",
-        "repeated", "sink", "spec", "units",
+        "__weakref__",
+        "_in_tree",
+        "_inputs",
+        "_sink",
+        "batch_dim",
+        "forward_pass",
+        "layer",
+        "refusal",
+        "repeated",
+        "spec",
+        "units",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +64,7 @@ class Use:
         inputs: list[Any] | None = None,
         in_tree: TreeSpec | None = None,
     ) -> None:
-        self.sink = sink
+        self._sink = weakref.ref(sink)
         self.batch_dim = batch_dim
         self.layer = layer
         self.spec = spec
@@ -65,6 +75,18 @@ class Use:
         # Tensors are the tap's to save; only their places are remembered here.
         self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
         self._in_tree = in_tree
+
+    @property
+    def sink(self) -> Sink:
+        """Where the backward pass brings what it has.
+
+        Raises:
+            RuntimeError: The private model is gone.
+        """
+        sink = self._sink()
+        if sink is None:
+            raise RuntimeError(f"{self.spec}: the private model was deleted before backward()")
+        return sink
 
     def register(self, output_shape: torch.Size, *, counted: bool) -> None:
         """Note that the layer ran; a recomputation is not counted as another use."""

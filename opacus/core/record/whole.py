@@ -190,16 +190,19 @@ class WholeUse:
     def __init__(self, forward_pass: ForwardPass, names: tuple[str, ...], sink: WholeSink) -> None:
         self.forward_pass = forward_pass
         self._names = names
-        self._sink = sink
+        self._sink = weakref.WeakMethod(sink)
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Hand on the gradients of one backward pass; what took no part has none."""
+        sink = self._sink()
+        if sink is None:
+            raise RuntimeError("the private model was deleted before backward()")
         generation = self.forward_pass.generation
         generation.waiting.discard(self)
         generation.begun = True
         pairs = zip(self._names, grads, strict=True)
         with torch.no_grad():
-            self._sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
+            sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
 
 
 class _Aliases(torch.autograd.Function):
