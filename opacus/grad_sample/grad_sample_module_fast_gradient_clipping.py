@@ -19,7 +19,7 @@ from opacus.core.platform.profiling import (
     timed,
 )
 from opacus.core.platform.switches import switched_on
-from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
+from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass, Record
@@ -174,7 +174,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 return self._norms.take(norm_sq, ledger.batch, device)
 
     @timed(CLIP_FACTORS)
-    def clip(self) -> Clipped | tuple[dict[str, Tensor], Tensor]:
+    def clip(self) -> Factors:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
@@ -183,7 +183,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         norms = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
         return clip_each(norms, by_name)
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add the clipped sum to the parameters' ``grad``, by a second backward pass.
 
         In the ``_bk`` modes it is formed from what the first one kept.
@@ -195,10 +195,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
         An error in it leaves no gradient: that of earlier batches of the step is dropped too.
         """
-        if isinstance(clipped, Clipped):
-            clipped = (clipped.factors, clipped.excluded)
         try:
-            self._strategy.sum_pass(losses, *clipped, retain_graph=retain_graph)
+            self._strategy.sum_pass(losses, clipped, retain_graph=retain_graph)
         except BaseException:
             self._strategy.abandon()
             raise

@@ -19,6 +19,7 @@ from opacus.core.platform.torch_internals import (
     reduced_at_once,
     tensor_parallel_names,
 )
+from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.layout import sum_gradients
@@ -207,7 +208,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             with part(FINAL_COMPUTE):
                 return self._norms.take(norm_sq, len(norms), norms.device)
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         if not self.book_keeping:  # there FSDP2 reduces nothing
             self._unreached.start(self._reached)

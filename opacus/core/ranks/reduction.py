@@ -15,6 +15,7 @@ from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import is_dtensor, local_of
 from opacus.core.platform.torch_internals import as_sharded
 from opacus.core.sums.one_pass import BUCKET_ELEMENTS, Terms
+from opacus.core.sums.weighting import add_to_grad
 
 # Parameters up to this size (biases, norms) go into buckets of their own, at the end.
 SMALL_ELEMENTS = 1 << 16
@@ -197,7 +198,7 @@ def add_shard(parameter: Any, values: Tensor) -> None:
     size = local.numel()
     own = (values if values.numel() == size else values[:size]).view(local.shape)
     grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)
-    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    add_to_grad(parameter, grad)
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:

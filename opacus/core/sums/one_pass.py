@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
 from opacus.core.norms.ledger import check_unchanged
 from opacus.core.platform.profiling import WEIGHTED_SUM, each_layer, timed
-from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner, free_memory
 from opacus.core.sums.strategy import Ghost
-from opacus.core.sums.weighting import Weighting
+from opacus.core.sums.weighting import Weighting, add_to_grad
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
@@ -129,8 +129,7 @@ class LocalSink:
         self._waiting, self._elements = [], 0
 
     def _add(self, name: str, total: Tensor) -> None:
-        parameter = self.parameters[name]
-        parameter.grad = total if parameter.grad is None else parameter.grad + total
+        add_to_grad(self.parameters[name], total)
 
 
 class OnePass(Ghost):
@@ -170,34 +169,24 @@ class OnePass(Ghost):
         self.sink.abandon()
 
     @timed(WEIGHTED_SUM)
-    def sum_pass(
-        self,
-        losses: Tensor,
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor,
-        retain_graph: bool = False,
-    ) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Weight and add what was kept; runs no backward pass."""
         with torch.no_grad():
-            self._sum(factors, excluded)
+            self._sum(clipped)
 
-    def _sum(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
+    def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
         if self.ledger.whole:
-            self._sum_whole(factors, excluded)
+            self._sum_whole(clipped)
             return
         ledger, self.ledger = self.ledger, None
-        masked = excluded_or_none(excluded)
-        sums = _KeptSums(ledger.held, Weighting(factors, masked))
+        sums = _KeptSums(ledger.held, Weighting(clipped))
         ledger.held = []
-        for name, parameter in self.parameters:
-            if not parameter.requires_grad:
-                continue
-            own = factors if isinstance(factors, Tensor) else factors.get(name)
-            if own is None:  # a parameter without a norm took no part
-                own = torch.zeros(len(excluded), dtype=torch.float32, device=excluded.device)
-            stored = ledger.formed.pop(name, None)
-            self.sink.put(name, Terms(stored, sums.terms_of(name), own, masked))
+        names = [name for name, parameter in self.parameters if parameter.requires_grad]
+        factors = [clipped.of(name) for name in names]
+        for name, own in zip(names, factors, strict=True):
+            stored, later = ledger.formed.pop(name, None), sums.terms_of(name)
+            self.sink.put(name, Terms(stored, later, own, clipped.masked))
         self.sink.finish()
 
 
@@ -219,17 +208,16 @@ class _KeptSums:
 
     def _weighted(self, record: Record, owner: str) -> Tensor:
         owners = record.layer.owners
-        grads = self._grads.setdefault(id(record), {})
         names = [n for n in record.spec.params if owners[n] == owner]
-        for together in self.weighting.together(record):
-            if names[0] in together and names[0] not in grads:
-                grads |= self._of_layer(record, together)
+        if id(record) not in self._grads:
+            self._grads[id(record)] = self._of_layer(record)
+        grads = self._grads[id(record)]
         first, *rest = [grads.pop(name) for name in names]
         for more in rest:
             first = first + more
         return first
 
     @each_layer
-    def _of_layer(self, record: Record, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def _of_layer(self, record: Record) -> dict[str, Tensor]:
         check_unchanged(record)
-        return self.weighting.sums(record, names)
+        return self.weighting.sums(record)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
 from opacus.core.privacy.processed import was_processed
 from opacus.core.record.provenance import check_sizes
@@ -26,7 +26,7 @@ from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
-from opacus.core.sums.weighting import Weighting
+from opacus.core.sums.weighting import Weighting, add_to_grad
 
 
 class Phase(enum.Enum):
@@ -163,39 +163,31 @@ class Ghost:
                 "(OPACUS_LONE_SAMPLE=0 does so from the start)"
             )
 
-    def sum_pass(
-        self,
-        losses: Tensor,
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor,
-        retain_graph: bool = False,
-    ) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 
         Args:
             losses: ``[B]``, the same as in :meth:`norm_pass`.
-            factors: ``[B]`` clipping factors, of all parameters or by parameter name.
-            excluded: ``[B]`` bool; rows that must not contribute even as ``0 * NaN``.
+            clipped: What the clip rule decided on the norms.
             retain_graph: Keep the graph for another backward pass.
         """
         raise NotImplementedError
 
     @torch.no_grad()
-    def _sum_whole(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
+    def _sum_whole(self, clipped: Factors) -> None:
         """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
         assert self.ledger is not None
         formed, self.ledger = self.ledger.formed, None
         used = [(name, parameter) for name, parameter in self.parameters if name in formed]
         grads = [formed.pop(name) for name, _ in used]
-        own = [factors if isinstance(factors, Tensor) else factors[name] for name, _ in used]
+        own = [clipped.of(name) for name, _ in used]
         dtypes = [parameter.dtype for _, parameter in used]
-        masked = excluded_or_none(excluded)
-        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, masked):
+        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, clipped.masked):
             sums = [grad[0] for grad in grads]
         else:
-            sums = weighted_sum_each(grads, own, masked, dtypes)
+            sums = weighted_sum_each(grads, own, clipped.masked, dtypes)
         for (_, parameter), total in zip(used, sums, strict=True):
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+            add_to_grad(parameter, total)
 
     def start_sum(self) -> None:
         """The parameters' ``grad`` are not in use: no sample has been summed yet."""
@@ -307,18 +299,12 @@ class TwoPass(Ghost):
         super().norm_pass(losses, retain_graph)
 
     @timed(SECOND_BACKWARD)
-    def sum_pass(
-        self,
-        losses: Tensor,
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor,
-        retain_graph: bool = False,
-    ) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
         if self.ledger is not None and self.ledger.whole:
-            self._sum_whole(factors, excluded)
+            self._sum_whole(clipped)
             return
-        self._weighting = Weighting(factors, excluded_or_none(excluded))
+        self._weighting = Weighting(clipped)
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
@@ -332,8 +318,7 @@ class TwoPass(Ghost):
         for name, grad in self._weighted(record).items():
             parameter = record.layer.parameter(name)
             assert parameter is not None
-            grad = grad.to(parameter.dtype)
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            add_to_grad(parameter, grad.to(parameter.dtype))
 
     def _weighted(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of one record of the replay, by local name."""
@@ -348,10 +333,7 @@ class TwoPass(Ghost):
                 if grad is not None
             }
         self._seen.replayed(record)
-        sums: dict[str, Tensor] = {}
-        for names in weighting.together(record):
-            sums |= weighting.sums(record, names)
-        return sums
+        return weighting.sums(record)
 
     def _compared(self) -> Tensor | None:
         """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
