@@ -18,6 +18,7 @@ from opacus.core.platform.profiling import (
     part,
     timed,
 )
+from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
@@ -169,7 +170,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
-            device = next(self._module.parameters()).device
+            device = compute_device(next(self._module.parameters()))
             with part(FINAL_COMPUTE):
                 return self._norms.take(norm_sq, ledger.batch, device)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from opacus.core.isolation.check import Isolation, IsolationError
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
 from opacus.core.privacy.noise import gaussian, parameter_names
 from opacus.core.privacy.params import PrivacyParams
@@ -375,7 +376,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         """Whether a batch of this step overflowed, the same answer on every rank."""
         if not self._scaled.active or self._layout.world_size == 1:
             return self._overflowed
-        flag = torch.tensor([float(self._overflowed)], device=self.params[0].device)
+        flag = torch.tensor([float(self._overflowed)], device=compute_device(self.params[0]))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 

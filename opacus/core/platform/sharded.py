@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -26,6 +28,14 @@ def local_of(tensor: Any) -> Any:
     Not by ``to_local()``, which records an operation for autograd and takes ten times as long.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def compute_device(tensor: Any) -> torch.device:
+    """Where a tensor is computed with; under ``CPUOffloadPolicy`` it waits on the CPU."""
+    if is_dtensor(tensor) and tensor.device_mesh.device_type != tensor.device.type:
+        return torch.device(tensor.device_mesh.device_type)
+    device: torch.device = tensor.device
+    return device
 
 
 def locals_of(tensors: Iterable[Any]) -> list[Any]:

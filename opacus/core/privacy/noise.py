@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -13,7 +13,7 @@ from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import locals_of
+from opacus.core.platform.sharded import compute_device, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -74,15 +74,32 @@ def add_noise(
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     own, places = locals_of(sources), locals_of(targets)
     for source, local, place, keys in zip(sources, own, places, streams, strict=True):
+        device = compute_device(source)
+        if device != local.device:  # one at a time: there is no room for all
+            moved = local.to(device)
+            result = torch.empty_like(moved, dtype=place.dtype)
+            _add(std, _draws(source, moved, result, keys), step, secure, past)
+            place.copy_(result)
+            continue
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
         draws += _draws(source, local, place, keys)
-    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
-        add_gaussian(std, piece, step, secure, past)
+    _add(std, draws, step, secure, past)
     for place, result in back:
         place.copy_(result)
+
+
+def _add(
+    std: float,
+    draws: Iterable[Draw],
+    step: int,
+    secure: bool,
+    past: Sequence[tuple[float, int]],
+) -> None:
+    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
+        add_gaussian(std, piece, step, secure, past)
 
 
 def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[bytes]) -> list[Draw]:

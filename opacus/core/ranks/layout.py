@@ -256,7 +256,10 @@ def check_sharded(tensors: Iterable[Tensor]) -> None:
 def divide(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide all tensors in place, this rank's shards of sharded ones."""
     if tensors and (isinstance(divisor, Tensor) or divisor != 1):
-        torch._foreach_div_(locals_of(tensors), divisor)
+        shards = locals_of(tensors)
+        if isinstance(divisor, Tensor):  # known where the sums were computed
+            divisor = divisor.to(shards[0].device)
+        torch._foreach_div_(shards, divisor)
 
 
 def sum_gradients(model: nn.Module) -> None:
