@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opacus.core.isolation.check import Isolation
-from opacus.core.norms.ledger import add_rows
+from opacus.core.norms.kept import add_rows
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -248,7 +248,7 @@ class GradSampleHooks(NamedByUser):
     @property
     def latest_batch(self) -> int | None:
         """Number of samples of the latest forward pass, where its inputs tell."""
-        return self._recorder.latest_batch
+        return self._recorder.passes.latest_batch
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):

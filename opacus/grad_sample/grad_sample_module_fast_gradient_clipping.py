@@ -26,8 +26,9 @@ from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
-from opacus.core.sums.one_pass import GradientSink, LocalSink, OnePass
+from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, Phase, TwoPass
+from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule

@@ -32,8 +32,8 @@ from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sums.one_pass import GradientSink
 from opacus.core.sums.strategy import Phase
+from opacus.core.sums.terms import GradientSink
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -146,7 +146,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.active(module) and not (recorder.in_backward or recorder.probed):
-            self._data_check.look(() if recorder.latest_batch == 0 else (args, kwargs))
+            self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
@@ -179,7 +179,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             with self._recovery.watch(what):
                 yield
         except BaseException:
-            self._recorder.forget()
+            self._recorder.passes.forget()
             self._recovery.put_back()
             raise
 

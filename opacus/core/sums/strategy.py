@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
-from opacus.core.norms.ledger import NormLedger
+from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
 from opacus.core.privacy.processed import was_processed
-from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
-from opacus.core.sums.weighting import Weighting, add_to_grad
+from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.weighting import Weighting
 
 
 class Phase(enum.Enum):
@@ -143,7 +143,7 @@ class Ghost:
         lone, ledger = self.recorder.lone, self.ledger
         if lone is None or ledger is None:
             return
-        if not ledger.whole:
+        if not ledger.kept.whole:
             lone.learn(self._passes, samples)
             return
         rows = {name: n for one in self._passes for name, n in one.rows.items() if n > 1}
@@ -211,14 +211,12 @@ class Ghost:
 
     @contextmanager
     def _in(self, phase: Phase, losses: Tensor, *, bare: bool = False) -> Iterator[None]:
-        recorder = self.recorder
-        self.phase, recorder.in_backward, recorder.bare = phase, True, bare
-        recorder.losses = len(losses)
+        self.phase = phase
         try:
-            yield
+            with self.recorder.backward(len(losses), bare=bare):
+                yield
         finally:
-            self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
-            recorder.losses = None
+            self.phase = Phase.IDLE
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
         leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
@@ -227,7 +225,7 @@ class Ghost:
         for name, parameter in self.parameters:
             if name in leaked:
                 parameter.grad = None
-        if self.ledger is not None and self.ledger.whole and self.recorder.lone is not None:
+        if self.ledger is not None and self.ledger.kept.whole and self.recorder.lone is not None:
             # By reentrant checkpoints, say, of which there were none before: not the next time.
             self.recorder.lone.rule_out("gradients came past the forward pass")
         raise foreign_gradients(leaked)
@@ -290,7 +288,7 @@ class TwoPass(Ghost):
             return
         super().receive(record)
         ledger = self.ledger
-        if ledger is not None and record.spec.name not in ledger.formed_layers:
+        if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -301,7 +299,7 @@ class TwoPass(Ghost):
     @timed(SECOND_BACKWARD)
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
-        if self.ledger is not None and self.ledger.whole:
+        if self.ledger is not None and self.ledger.kept.whole:
             self._sum_whole(clipped)
             return
         self._weighting = Weighting(clipped)
@@ -324,7 +322,7 @@ class TwoPass(Ghost):
         """The clipped sums of one record of the replay, by local name."""
         weighting, ledger = self._weighting, self.ledger
         assert weighting is not None and ledger is not None
-        if record.spec.name in ledger.formed_layers:
+        if record.spec.name in ledger.kept.layers:
             owners = {name: record.layer.owners[name] for name in record.spec.params}
             formed = {name: ledger.formed.pop(owner, None) for name, owner in owners.items()}
             return {

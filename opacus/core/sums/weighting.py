@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum
+from opacus.core.platform.profiling import each_layer
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 
@@ -30,6 +31,7 @@ class Weighting:
         self._excluded = clipped.masked
         self._masking = Masking()
 
+    @each_layer
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
 
@@ -72,8 +74,3 @@ def scaled_rows_of(backprops: Any, factors: Tensor, excluded: Tensor | None) -> 
     if isinstance(backprops, tuple):
         return tuple(scaled_rows(g, factors, excluded) for g in backprops)
     return scaled_rows(backprops, factors, excluded)
-
-
-def add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
-    """``p.grad += total``, as a new tensor: nobody else's sum is written over."""
-    parameter.grad = total if parameter.grad is None else parameter.grad + total
