@@ -122,7 +122,7 @@ class GradSampleHooks(NamedByUser):
         self._recorder = Recorder(
             self._module,
             self._layers(force_functorch),
-            self._sink(),
+            self._receive,
             batch_first=batch_first,
         )
         for layer in self._recorder.layers:
@@ -135,6 +135,7 @@ class GradSampleHooks(NamedByUser):
             self._module, self._recorder, strict=self._strict, sees_loss=self._sees_loss
         )
         self._strategy = self._make_strategy()
+        self._recorder.send_to(self._sink())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:

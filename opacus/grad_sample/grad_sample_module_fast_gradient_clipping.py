@@ -234,17 +234,18 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
             if self.book_keeping
             else TwoPass(recorder, parameters, deferred=deferred)
         )
-        self._ordinary = Ordinary(self._norms, recorder, strategy)
+        self._ordinary = Ordinary(
+            self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
+        )
+        strategy.watch_ordinary(self._ordinary.receive)
         return strategy
 
     def _receive(self, record: Record) -> None:
-        """Measure, keep or weight a record, as the phase of the step asks for."""
-        if self.hooks_enabled and self._strategy.phase is Phase.IDLE:
-            self._ordinary.receive(record, mean=self.loss_reduction == "mean")
-        elif record.layer.rule.needs_parameters:
-            super()._receive(record)
-        elif self.hooks_enabled:
+        if self.hooks_enabled:
             self._strategy.receive(record)
+
+    def _sink(self) -> Callable[[Record], None]:
+        return self._by_hook if self._watched() else self._strategy.receive
 
     def _on_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
         if self.hooks_enabled and self._strategy.phase is Phase.IDLE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -157,6 +157,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return layers
 
     # --- one step ---
+
+    def _sink(self) -> Callable[[Record], None]:
+        return self._by_hook if self._watched() else self._receive
 
     def _receive(self, record: Record) -> None:
         phase, layer = self._strategy.phase, record.layer

@@ -145,7 +145,8 @@ def add_rows(known: Tensor, grad: Tensor) -> Tensor:
 
 def keep(record: Record) -> None:
     """The record is to be used once the backward pass has gone on."""
-    record.hold()
+    if record.borrowed:
+        record.hold()
     record.versions = [t._version for t in record.tensors]
 
 

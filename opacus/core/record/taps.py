@@ -74,6 +74,10 @@ class Taps:
         self.passes = Passes(dim)
         self._sharded = sharded
 
+    def send_to(self, sink: Callable[[Record], None]) -> None:
+        """From now on records go there."""
+        self.sink = sink
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run modules without recording, as rules that re-run a layer do."""
@@ -259,4 +263,5 @@ class Taps:
                 backprops = record.backprops
                 first = backprops[0] if isinstance(backprops, tuple) else backprops
                 self.whose.repeats.received(use.spec, first, use.repeated)
-        self.sink(record)
+        if self.enabled:
+            self.sink(record)

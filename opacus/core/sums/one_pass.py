@@ -71,9 +71,10 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         sums = KeptSums(ledger.kept.take_held(), Weighting(clipped))
+        formed = ledger.kept.formed
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         factors = [clipped.of(name) for name in names]
         for name, own in zip(names, factors, strict=True):
-            stored, later = ledger.formed.pop(name, None), sums.terms_of(name)
+            stored, later = formed.pop(name, None), sums.terms_of(name)
             self.sink.put(name, Terms(stored, later, own, clipped.masked))
         self.sink.finish()

@@ -8,7 +8,7 @@ a first backward and forms only the clipped sum in a second one. ``OnePass``
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -85,14 +85,29 @@ class Ghost:
         # Forward passes in the running norm pass, and those in the clipped sum already.
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
+        self._ordinary: Callable[[Record], None] | None = None
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
         self._summed = other._summed
 
+    def watch_ordinary(self, sink: Callable[[Record], None]) -> None:
+        """Records of backward passes that are not ours go there."""
+        self._ordinary = sink
+
     def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+        """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
+        if self.phase is Phase.IDLE:
+            if self._ordinary is not None:
+                self._ordinary(record)
+        elif record.layer.rule.needs_parameters:
+            with self.recorder.paused():  # such a rule may run the layer again
+                self._take(record)
+        else:
+            self._take(record)
+
+    def _take(self, record: Record) -> None:
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             if record.forward_pass is not None:
@@ -281,12 +296,11 @@ class TwoPass(Ghost):
     _weighting: Weighting | None = None
     _seen: Seen
 
-    def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+    def _take(self, record: Record) -> None:
         if self.phase is Phase.SUM:
             self._add_gradient(record)
             return
-        super().receive(record)
+        super()._take(record)
         ledger = self.ledger
         if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
