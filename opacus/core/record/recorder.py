@@ -47,6 +47,7 @@ from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import IndexCheck, RepeatCheck, batch_of, possible_batches
+from opacus.core.record.reached import Reached
 from opacus.core.record.record import ForwardPass, Generation, Record
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.tap import (
@@ -97,6 +98,7 @@ class Recorder:
         self.bare = False  # whether layers run without taps now
         # Whether compiled graphs contain taps, or end at each layer.
         self.taps_in_graphs = compiled_taps_from_environment()
+        self.reached = Reached()
         self.whose = WhoseRows(layer.spec for layer in layers)
         self._current: ForwardPass | None = None
         self._warned_of_joining = False
@@ -215,6 +217,7 @@ class Recorder:
         """The model has run, or failed; returns its output without a row that was made up."""
         made_up = self._current is not None and self._current.made_up
         self._current = None
+        self.reached.end(output)
         if not self.in_backward:
             self.end_lone()
         self.whose.end(output)
@@ -332,16 +335,12 @@ class Recorder:
         """A layer, with these trainable parameters, has run in a compiled graph.
 
         Raises:
-            RuntimeError: In a checkpoint's recomputation, where the samples are not known.
+            RuntimeError: A checkpoint runs it again, and for which call is not known.
             ValueError: The output is one row for all samples.
         """
         spec = layer.part(names)
-        if self.in_backward or number_of_backward() >= 0:
-            raise RuntimeError(
-                f"{spec} is computed again by an activation checkpoint, in a compiled graph: its "
-                f"samples cannot be told then. Compile parts without checkpoints, or set {ADVICE}"
-            )
-        forward_pass = self.forward_pass()
+        recomputed = number_of_backward() >= 0
+        forward_pass = self.reached.now(spec) if recomputed else self.forward_pass()
         batch, dims = forward_pass.batch, output.dim()
         dim = self.batch_dim(layer, dims)
         rows_first = dims > 1 and dim == 0
@@ -353,7 +352,11 @@ class Recorder:
         use = Use(self, layer, spec, forward_pass, dim)
         if forward_pass.named is not None:
             use.units = forward_pass.named.of_layer(spec, None, output, dim)
-        use.register(output.shape, counted=True)
+        if recomputed:
+            forward_pass.generation.recomputed.add(spec.name)
+        elif forward_pass is self._current:
+            self.reached.note(forward_pass)
+        use.register(output.shape, counted=not recomputed)
         return use
 
     def forward_pass(self) -> ForwardPass:
@@ -476,5 +479,5 @@ class Recorder:
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached),
 )
