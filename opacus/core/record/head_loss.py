@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, sweep, token_losses
 from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Use
 from opacus.core.record.tap import ANCHOR, Tap
@@ -23,7 +24,7 @@ from opacus.core.rules.tensor_parallel import TensorParallelRule
 HEAD_USE = "_opacus_head_loss"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def losses_of_head(
     hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions
 ) -> Tensor:

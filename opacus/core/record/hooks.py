@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
+from opacus.core.record.passes import Passes
+from opacus.core.record.reached import Reached
 from opacus.core.record.record import ForwardPass, Use
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -20,13 +22,15 @@ class Taps(Protocol):
 
     Attributes:
         taps_in_graphs: Whether compiled graphs contain taps.
-        in_backward: Whether a backward pass of ours runs.
+        passes: Which forward pass runs.
+        reached: Which forward pass a backward pass has come to.
         whose: Whose rows layers have; its check is told of a layer while it ``follows``.
     """
 
     taps_in_graphs: bool
     whose: WhoseRows
-    in_backward: bool
+    passes: Passes
+    reached: Reached
 
     def active(self, module: nn.Module) -> bool:
         """Whether the layer is tapped if it runs now."""
@@ -118,17 +122,12 @@ class LayerHooks:
         """The layer, with these trainable parameters, has run in a compiled graph.
 
         Raises:
-            RuntimeError: In a checkpoint's recomputation, where the samples are not known.
+            RuntimeError: A checkpoint runs it again, and for which call is not known.
             ValueError: The output is one row for all samples.
         """
         taps, layer, spec = self.recorder, self.layer, self.layer.part(names)
-        if taps.in_backward or number_of_backward() >= 0:
-            raise RuntimeError(
-                f"{spec} is computed again by an activation checkpoint, in a compiled graph: its "
-                "samples cannot be told then. Compile parts without checkpoints, or set "
-                f"{compiled_tap.ADVICE}"
-            )
-        forward_pass = taps.forward_pass()
+        recomputed = number_of_backward() >= 0
+        forward_pass = taps.reached.now(spec) if recomputed else taps.forward_pass()
         batch, dims = forward_pass.batch, output.dim()
         dim = taps.batch_dim(layer, dims)
         rows_first = dims > 1 and dim == 0
@@ -140,7 +139,11 @@ class LayerHooks:
         use = Use(taps, layer, spec, forward_pass, dim)
         if forward_pass.named is not None:
             use.units = forward_pass.named.of_layer(spec, None, output, dim)
-        use.register(output.shape, counted=True)
+        if recomputed:
+            forward_pass.generation.recomputed.add(spec.name)
+        elif forward_pass is taps.passes.current:
+            taps.reached.note(forward_pass)
+        use.register(output.shape, counted=not recomputed)
         return use
 
     def __getstate__(self) -> dict[str, Any]:

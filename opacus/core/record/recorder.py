@@ -26,6 +26,7 @@ from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
+from opacus.core.record.reached import Reached
 from opacus.core.record.record import Record, Use
 from opacus.core.record.tap import Tap
 from opacus.core.record.taps import Taps
@@ -139,6 +140,7 @@ class Recorder(Taps):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
         ended = self.passes.end()
+        self.reached.end(output)
         self.end_lone()
         self.whose.end(output)
         made_up = ended is not None and ended.made_up
@@ -159,5 +161,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached),
 )

@@ -25,6 +25,7 @@ from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
+from opacus.core.record.reached import Reached
 from opacus.core.record.record import ForwardPass, Record, Use, record_of, rows_of
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.tap import ANCHOR, Tap, differentiable, tap_one
@@ -71,6 +72,7 @@ class Taps:
         self.lone: LoneSample | None = None
         self.taps_in_graphs = compiled_taps_from_environment()
         self.whose = WhoseRows(layer.spec for layer in layers)
+        self.reached = Reached()
         self.passes = Passes(dim)
         self._sharded = sharded
 
