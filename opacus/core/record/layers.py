@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, runs
@@ -63,6 +63,31 @@ class Layer:
         parameters, local = self.place(name)
         return parameters.get(local)
 
+    def detach_parameters(self) -> dict[str, nn.Parameter]:
+        """Put detached tensors in the places of the trainable parameters; returns those."""
+        kept: dict[str, nn.Parameter] = {}
+        for name in self.spec.params:
+            parameters, local = self.place(name)
+            parameter = parameters.get(local)
+            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
+                kept[name] = parameter
+        for name, parameter in kept.items():
+            parameters, local = self.place(name)
+            parameters[local] = parameter.detach()  # type: ignore[assignment]
+        return kept
+
+    def put_back(self, kept: Mapping[str, nn.Parameter]) -> None:
+        """Undo :meth:`detach_parameters`."""
+        for name, parameter in kept.items():
+            parameters, local = self.place(name)
+            parameters[local] = parameter
+
+    def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
+        """The specs of those of ``params`` that are among ``names``, and of the others."""
+        own = tuple([name for name in params if name in names])
+        rest = tuple([name for name in params if name not in names])
+        return self.part(own), self.part(rest)
+
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""
         if params not in self._parts:
@@ -82,6 +107,11 @@ class Layer:
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
+
+
+def is_alias(parameter: Tensor) -> bool:
+    """Whether this stands for a parameter while a private model runs on a lone sample."""
+    return not parameter.is_leaf and getattr(parameter.grad_fn, "stands_for_parameters", False)
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:

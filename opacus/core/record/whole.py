@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
-from opacus.core.record.layers import Layer
-from opacus.core.record.record import ForwardPass
-from opacus.core.record.tap import ANCHOR, Sink, Use
+from opacus.core.record.layers import Layer, is_alias
+from opacus.core.record.record import ForwardPass, Sink, Use
+from opacus.core.record.tap import ANCHOR
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
@@ -116,7 +116,7 @@ class LoneSample:
             for name, owner in layer.owners.items():
                 own, local = layer.place(name)
                 parameter = own.get(local)
-                if is_alias(parameter):
+                if parameter is not None and is_alias(parameter):
                     return False
                 if parameter is None or not parameter.requires_grad:
                     continue
@@ -213,6 +213,7 @@ class _Aliases(torch.autograd.Function):
         ctx: Any, anchor: Tensor, use: WholeUse, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, ...]:
         ctx.use = use
+        ctx.stands_for_parameters = True  # see is_alias
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
@@ -220,15 +221,6 @@ class _Aliases(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.deliver(grads)
         return None, None, None
-
-
-def is_alias(parameter: Tensor | None) -> bool:
-    """Whether this stands for a parameter while a private model runs on a lone sample."""
-    return (
-        parameter is not None
-        and not parameter.is_leaf
-        and isinstance(getattr(parameter.grad_fn, "use", None), WholeUse)
-    )
 
 
 def only_whole(waiting: Collection[Any]) -> bool:
