@@ -73,8 +73,9 @@ class Use:
         name, generation = self.spec.name, self.forward_pass.generation
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
-        units = self.units  # by which its record will be grouped
-        rows = rows_of(output_shape, self.batch_dim) if units is None else units.count
+        units, rows = self.units, rows_of(output_shape, self.batch_dim)
+        if units is not None and units.count > 1:
+            rows = units.count  # its record will be grouped by them
         self.forward_pass.saw(name, rows)
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
