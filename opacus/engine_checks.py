@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.key import reproducible_from_environment
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
@@ -117,12 +118,6 @@ def check_arguments(settings: Settings) -> None:
         ValueError: It names the argument and says what to do.
     """
     module, optimizer = settings.module, settings.optimizer
-    if isinstance(optimizer, (list, tuple, dict)):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}, and one private step has one optimizer, "
-            "which clips the gradients of all parameters together: give one optimizer over all "
-            "trained parameters (with parameter groups, if they need different settings)"
-        )
     clipping, max_grad_norm = settings.clipping, settings.max_grad_norm
     mode_of(settings.grad_sample_mode)
     get_optimizer_class(clipping, distributed=False, grad_sample_mode=settings.grad_sample_mode)
@@ -136,26 +131,36 @@ def check_arguments(settings: Settings) -> None:
             "max_grad_norm must be one number, or a list with one number for each trainable "
             f"parameter if clipping='per_layer'; got {max_grad_norm!r} with clipping={clipping!r}"
         )
-    if isinstance(optimizer, DPOptimizer):
-        raise ValueError(
-            "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
-        )
+    _check_optimizer(optimizer)
     if isinstance(module, AbstractGradSampleModule):
         raise ValueError(
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "optimizer is LBFGS, which evaluates the loss several times in a step and compares the "
-            "values: each evaluation would be a release of its own, and line searches on noise "
-            "fail. Use a first-order optimizer, such as SGD or AdamW"
         )
     if settings.grad_sample_mode != "no_op":
         _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer, or a list "
+            "of them in which each trained parameter is in one"
+        )
+    for part in getattr(optimizer, "optimizers", (optimizer,)):
+        if isinstance(part, DPOptimizer):
+            raise ValueError(
+                "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
+            )
+        if isinstance(part, torch.optim.LBFGS):
+            raise ValueError(
+                "optimizer is LBFGS, which evaluates the loss several times in a step and compares "
+                "the values: each evaluation would be a release of its own, and line searches on "
+                "noise fail. Use a first-order optimizer, such as SGD or AdamW"
+            )
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -255,6 +260,46 @@ def check_parallelism(settings: Settings) -> None:
     compiled_taps_from_environment()
     reproducible_from_environment()
     variables_set()
+
+
+def check_correlation(settings: Settings, adaptive: bool) -> None:
+    """Check that correlated noise fits the other arguments.
+
+    Raises:
+        ValueError: Batches are not drawn for it, or the clipping norm moves.
+    """
+    plan = settings.correlated_noise
+    if plan is None:
+        return
+    if not isinstance(plan, CorrelatedNoise):
+        raise ValueError(
+            "correlated_noise must be an opacus.CorrelatedNoise, such as "
+            f"CorrelatedNoise.square_root(8, steps=1000), got {plan!r}"
+        )
+    if not settings.poisson_sampling:
+        raise ValueError(
+            "correlated_noise needs poisson_sampling=True, in whose place it puts batches that are "
+            "the same in each pass: how often a sample takes part must be known"
+        )
+    if adaptive or settings.clipping == "adaptive":
+        raise ValueError(
+            "correlated_noise needs a clipping norm that stays, so not adaptive clipping: later "
+            "steps take back noise of earlier ones"
+        )
+
+
+def check_correlated_noise(plan: CorrelatedNoise | None, data_loader: DataLoader[Any]) -> None:
+    """Check that passes over the data are as long as the noise was planned for.
+
+    Raises:
+        ValueError: A sample would take part sooner again.
+    """
+    if plan is not None and min(plan.separation, plan.steps) > len(data_loader) < plan.steps:
+        raise ValueError(
+            f"correlated_noise has separation={plan.separation}, but a pass over the data loader "
+            f"has {len(data_loader)} batches, after which each sample takes part again: use "
+            f"separation={len(data_loader)}, or steps={len(data_loader)} for a single pass"
+        )
 
 
 def check_noise_source(settings: Settings, secure_mode: bool) -> None:

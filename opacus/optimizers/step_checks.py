@@ -78,6 +78,11 @@ class CheckedOptimizer:
         """
         if self._draws is None:
             return
+        if self._layout.correlation is not None and not self._draws.started:
+            raise RuntimeError(
+                "correlated noise is for the batches of the data loader that make_private "
+                "returned, in which each sample takes part once a pass: iterate over that loader"
+            )
         if not self._draws.started and not self._warned_of_no_draw:
             self._warned_of_no_draw = True
             logger.warning(
@@ -96,6 +101,8 @@ class CheckedOptimizer:
         finally:
             if error is not None:
                 raise error
+        if final and self._layout.correlation is not None:
+            self._layout.correlation.take_part(self._draws.part, self._layout.key.step)
 
     def _agree_on_draws(self, refusal: str) -> None:
         """Let no rank release what another one refuses, and then wait for it."""

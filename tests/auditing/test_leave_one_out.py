@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.auditing import leave_one_out
+from opacus.core.isolation.check import Isolation
 from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as ghost_file
 from opacus.optimizers import optimizer as hooks_file
 
@@ -87,7 +88,8 @@ def test_wrong_factors_are_found(
 def test_coupled_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss mixes samples, and the check that would refuse it is off."""
     monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
-    with pytest.warns(UserWarning):
+    monkeypatch.setattr(Isolation, "_warned", False)  # it is said once a process
+    with pytest.warns(UserWarning, match="nothing checks"):
         run = Run("hooks")
         run.criterion = lambda out, y: nn.functional.cross_entropy(out - 5 * out.mean(0), y)
         report = leave_one_out(run.step, run.optimizer, run.batch)
