@@ -170,7 +170,10 @@ class Use:
         name, generation = self.spec.name, self.forward_pass.generation
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
-        self.forward_pass.saw(name, rows_of(output_shape, self.batch_dim))
+        units, rows = self.units, rows_of(output_shape, self.batch_dim)
+        if units is not None and units.count > 1:
+            rows = units.count  # its record will be grouped by them
+        self.forward_pass.saw(name, rows)
 
     def reached(self) -> bool:
         """A backward pass has come here; whether the model was called several times for it."""
