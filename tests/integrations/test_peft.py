@@ -277,6 +277,15 @@ def test_a_part_that_is_read_elsewhere_too_is_refused(mode: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_may_name_the_parts_that_it_reads(mode: str) -> None:
+    class Names(Reader):
+        reads_parameters_of = ("first",)
+
+    torch.manual_seed(0)
+    check(Names(Lists()), mode, nn.CrossEntropyLoss(), *examples(), lambda m, x: m(x))
+
+
 class RowsOfNobody(nn.Module):
     """Uses a layer on rows that come from no input, for its weight; maybe with gradients."""
 

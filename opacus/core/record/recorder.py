@@ -25,6 +25,7 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -215,6 +216,8 @@ class Recorder:
         self._current = None
         if not self.in_backward:
             self.end_lone()
+        if output is None:
+            self.whose.repeats.explain(sys.exc_info()[1])
         self.whose.end(output)
         return without_the_row(output, self._input_dim) if made_up else None
 

@@ -289,10 +289,13 @@ def _is_written(argument: Any) -> bool:
 
 
 def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, with the defaults of those that are left out."""
-    bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    bound.update(zip((a.name for a in schema.arguments), args, strict=False))
-    return {**bound, **kwargs}
+    """All arguments by name in the schema's order, with the defaults of those left out."""
+    given = {**kwargs, **dict(zip((a.name for a in schema.arguments), args, strict=False))}
+    return {
+        a.name: given.get(a.name, a.default_value)
+        for a in schema.arguments
+        if a.name in given or a.has_default_value()
+    }
 
 
 def _fitting(tensor: Tensor, state: State, name: str) -> State:
