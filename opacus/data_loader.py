@@ -58,6 +58,7 @@ class DPDataLoader(HostLoader):
         batch_first: the batch dimension of collated tensors is the first (`True`) or the second.
         rand_on_empty: see `CollateFnWithEmpty`.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
+        cyclic: no Poisson sampling but, in all passes, the same batches, which were drawn once.
         **kwargs: the other arguments of `DataLoader`, but for those that choose samples.
 
     Raises:
@@ -78,6 +79,7 @@ class DPDataLoader(HostLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
         steps: int | None = None,
+        cyclic: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_map_style(dataset)
@@ -90,11 +92,19 @@ class DPDataLoader(HostLoader):
         sampler: UniformWithReplacementSampler | DistributedUniformWithReplacementSampler
         if distributed:
             sampler = DistributedUniformWithReplacementSampler(
-                total_size=size, sample_rate=sample_rate, generator=generator, steps=steps
+                total_size=size,
+                sample_rate=sample_rate,
+                generator=generator,
+                steps=steps,
+                cyclic=cyclic,
             )
         else:
             sampler = UniformWithReplacementSampler(
-                num_samples=size, sample_rate=sample_rate, generator=generator, steps=steps
+                num_samples=size,
+                sample_rate=sample_rate,
+                generator=generator,
+                steps=steps,
+                cyclic=cyclic,
             )
         if drop_last:
             logger.warning("Ignoring drop_last: Poisson sampling has no last, smaller batch.")
@@ -135,6 +145,7 @@ class DPDataLoader(HostLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
+        cyclic: bool = False,
     ) -> DPDataLoader:
         """Makes a loader like `data_loader`, but with Poisson sampling.
 
@@ -149,6 +160,7 @@ class DPDataLoader(HostLoader):
             batch_first: see `DPDataLoader`.
             rand_on_empty: see `CollateFnWithEmpty`.
             sample_rate: the rate instead, a public number; an epoch has 1 / `sample_rate` steps.
+            cyclic: see `DPDataLoader`.
 
         Raises:
             ValueError: if the data set is iterable or empty, if `data_loader` does not batch, or
@@ -167,6 +179,7 @@ class DPDataLoader(HostLoader):
             dataset=data_loader.dataset,
             sample_rate=sample_rate,
             steps=steps,
+            cyclic=cyclic,
             drop_last=data_loader.drop_last,
             distributed=distributed,
             batch_first=batch_first,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.step.auto import Choice
 from opacus.core.step.modes import Mode, mode_of
 
@@ -44,6 +45,7 @@ class Settings:
     privacy_unit: str | None
     expected_batch_size: float | None
     sample_rate: float | None
+    correlated_noise: CorrelatedNoise | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice | None = None
 
@@ -69,6 +71,7 @@ class Settings:
             "deferred_norm": self.deferred_norm,
             "expected_batch_size": self.expected_batch_size,
             "sample_rate": self.sample_rate,
+            "correlated_noise": self.correlated_noise,
             "further_arguments": sorted(self.further),
         }
 

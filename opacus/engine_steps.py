@@ -23,6 +23,8 @@ from opacus.data_loader import DPDataLoader
 from opacus.engine_checkpoints import EngineCheckpoints
 from opacus.engine_checks import (
     check_arguments,
+    check_correlated_noise,
+    check_correlation,
     check_noise_source,
     check_parallelism,
     check_privacy_unit,
@@ -81,6 +83,7 @@ class EngineSteps(EngineCheckpoints):
             check_noise_source(asked, self.secure_mode)
             check_public_numbers(asked.data_loader, asked.expected_batch_size, asked.sample_rate)
             check_arguments(asked)
+            check_correlation(asked, adaptive=bool(self._criterion_keywords))
             check_parallelism(asked)
             data_layout = choose_data_layout(
                 asked.data_layout,
@@ -114,6 +117,7 @@ class EngineSteps(EngineCheckpoints):
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:
         if settings.poisson_sampling:
             model.forbid_grad_accumulation()
+        cyclic = {} if settings.correlated_noise is None else {"cyclic": True}
         loader = self._prepare_data_loader(
             settings.data_loader,
             distributed=is_distributed(settings.module) and settings.data_layout == "sharded",
@@ -121,7 +125,9 @@ class EngineSteps(EngineCheckpoints):
             batch_first=settings.batch_first,
             rand_on_empty=settings.rand_on_empty,
             sample_rate=settings.sample_rate,
+            **cyclic,
         )
+        check_correlated_noise(settings.correlated_noise, loader)
         if settings.data_layout == "replicated":
             return repeat_data_loader(loader)
         if settings.mode.parallelism == "fsdp":
@@ -154,6 +160,8 @@ class EngineSteps(EngineCheckpoints):
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
         optimizer.isolation = getattr(model, "isolation", None)
         self._prepare_noise(optimizer, settings.module)
+        if settings.correlated_noise is not None:
+            optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
         optimizer.attach_step_hook(self.step_counter(rate))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
@@ -206,6 +214,7 @@ class EngineSteps(EngineCheckpoints):
         batch_first: bool = True,
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
+        cyclic: bool = False,
     ) -> DataLoader[Any]:
         if self.dataset is None:
             self.dataset = data_loader.dataset
@@ -217,6 +226,7 @@ class EngineSteps(EngineCheckpoints):
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
                 sample_rate=sample_rate,
+                cyclic=cyclic,
             )
         warn_of_uneven_sampling(data_loader)
         if distributed:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.ranks.layout import Single
 from opacus.data.rates import (
     matching_sample_rate,
@@ -76,6 +77,7 @@ class PrivacyEngine(EngineSteps):
         privacy_unit: str | None = None,
         expected_batch_size: float | None = None,
         sample_rate: float | None = None,
+        correlated_noise: CorrelatedNoise | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -117,6 +119,9 @@ class PrivacyEngine(EngineSteps):
                 derived from the size of the data set, which the update then depends on.
             sample_rate: Probability of one sample being in one batch, a public number too; an
                 epoch has its inverse of steps. By default ``1 / len(data_loader)``.
+            correlated_noise: Noise of which later steps take back a part, in place of independent
+                noise. Batches are the same in each pass over the data then, and the accountant
+                counts the whole run at its first step, without amplification by sampling.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -148,6 +153,7 @@ class PrivacyEngine(EngineSteps):
                 privacy_unit=privacy_unit,
                 expected_batch_size=expected_batch_size,
                 sample_rate=sample_rate,
+                correlated_noise=correlated_noise,
                 further=kwargs,
             )
         )
@@ -204,6 +210,8 @@ class PrivacyEngine(EngineSteps):
         rate = sample_rate
         if rate is None:
             rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
+        if kwargs.get("correlated_noise") is not None:  # one mechanism, whatever the steps
+            rate, epochs = 1.0, 1
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,

@@ -4,6 +4,7 @@ Two steps with equal noise are no two private releases: their difference has non
 holds the name of the run's key and the number of the next step. A run that goes on from it never
 goes back to a smaller number, and has another key: unless both runs are seeded, which asks for the
 noise that the saved run would have had. The checkpoint of a seeded run therefore holds its key.
+So does that of a run with correlated noise, whose coming steps take back noise of those before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
 
 ENTRY = "noise_generator"
+_CORRELATION = "correlation"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
@@ -26,9 +28,41 @@ def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
     With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
     """
     layout = optimizer._layout
-    if layout.secure_mode or not layout.noise_is_due() or not layout.key.agreed:
+    correlation = layout.correlation
+    secret = layout.secure_mode and correlation is None
+    if secret or not layout.noise_is_due() or not layout.key.agreed:
         return {}
-    return {ENTRY: layout.key.state_dict()}
+    state = layout.key.state_dict()
+    if correlation is not None:
+        state[_CORRELATION] = correlation.state_dict()
+    return {ENTRY: state}
+
+
+def check_noise(optimizer: DPOptimizer, saved: Mapping[str, Any], *, steps: int) -> None:
+    """Refuse a checkpoint of a run whose noise was correlated in another way.
+
+    Args:
+        optimizer: The private optimizer.
+        saved: The checkpoint.
+        steps: Number of steps that it counts.
+
+    Raises:
+        ValueError: It says what the checkpoint has, and what this run has.
+    """
+    correlation = optimizer._layout.correlation
+    state = _entry(saved).get(_CORRELATION)
+    if correlation is not None and (steps or state):
+        correlation.check(state)
+    elif correlation is None and state:
+        raise ValueError(
+            f"the run that saved this had the correlated noise {state['plan']}, and this one has "
+            "independent noise: pass the same correlated_noise to make_private"
+        )
+
+
+def _entry(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    entry = saved.get(ENTRY)
+    return entry if isinstance(entry, Mapping) and "next" in entry else {}
 
 
 def restore_noise(
@@ -53,9 +87,10 @@ def restore_noise(
     # The accountant may have been set back already: by the load before, or one of the model alone.
     taken = max(taken, key.step)
     back = taken > steps
-    entry = saved.get(ENTRY)
-    entry = entry if isinstance(entry, Mapping) and "next" in entry else None
-    known = entry is not None and key.resume(entry)
+    entry = _entry(saved)
+    known = bool(entry) and key.resume(entry)
+    if layout.correlation is not None and _CORRELATION in entry:
+        layout.correlation.load_state_dict(entry[_CORRELATION])
     # What is known says the number itself: steps that released nothing have none.
     key.at_least({NOISE: taken if known else max(taken, steps)})
     if (known and not back) or not (steps or taken):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.checkpoints.noise_state import ENTRY, noise_entries, restore_noise
+from opacus.checkpoints.noise_state import ENTRY, check_noise, noise_entries, restore_noise
 from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
@@ -72,6 +72,10 @@ def load_training_state(
     checkpoint: dict[str, Any] = torch.load(path, **load_kwargs)
     inner = _inner(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
+    if optimizer is not None:
+        book = type(accountant)()
+        book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
+        check_noise(optimizer, checkpoint, steps=len(book))
     taken = len(accountant)
     accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
@@ -168,7 +172,10 @@ def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, A
 
     groups = state.get("param_groups", [])
     by_name = any(isinstance(p, str) for group in groups for p in group["params"])
-    if by_name or is_fsdp(inner):
+    if is_fsdp(inner) and not state.get("state"):  # torch loads no empty state (SGD, no momentum)
+        for own, saved in zip(optimizer.param_groups, groups, strict=True):
+            own.update({name: value for name, value in saved.items() if name != "params"})
+    elif by_name or is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
         dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
     else:

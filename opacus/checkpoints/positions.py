@@ -179,6 +179,12 @@ class LoaderPosition:
         resumption, self._next = self._next, None
         self.under_way = True
         self.used = 0 if resumption is None else resumption.used
+        if getattr(self._sampler, "cyclic", False):  # its batches are the same in each pass
+            self._start, self._sampler.first = None, self.used
+            if resumption is not None:
+                resumption.settle()
+            yield from batches()
+            return
         if resumption is None or resumption.start is None:
             self._start = self._generator_states(first=self.used)
             yield from self._from(self.used, batches())

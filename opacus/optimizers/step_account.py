@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
+from opacus.core.ranks.layout import Single
 from opacus.optimizers.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ class CountedOptimizer(WrappedOptimizer):
 
     noise_multiplier: float
     accumulated_iterations: int
+    _layout: Single
 
     def _start_counting(self) -> None:
         self._counters: list[StepCounter] = []
@@ -63,11 +65,18 @@ class CountedOptimizer(WrappedOptimizer):
         Raises:
             ValueError: The batches in it cannot be one step.
         """
-        return counts(self._counters, self.accumulated_iterations) if self._counters else []
+        found = counts(self._counters, self.accumulated_iterations) if self._counters else []
+        correlation = self._layout.correlation
+        if correlation is None:
+            return found
+        # The whole run is one Gaussian mechanism, which the first step pays for.
+        return [count._replace(sample_rate=0.0 if correlation.charged else 1.0) for count in found]
 
     def _count_step(self, counts: list[Count]) -> None:
         for count in counts:
             count.record(self.noise_multiplier)
+        if self._layout.correlation is not None:
+            self._layout.correlation.charged = True
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

@@ -68,6 +68,11 @@ class CheckedOptimizer:
         """
         if self._draws is None:
             return
+        if self._layout.correlation is not None and not self._draws.started:
+            raise RuntimeError(
+                "correlated noise is for the batches of the data loader that make_private "
+                "returned, in which each sample takes part once a pass: iterate over that loader"
+            )
         if not self._draws.started and not self._warned_of_no_draw:
             self._warned_of_no_draw = True
             logger.warning(
@@ -75,7 +80,10 @@ class CheckedOptimizer:
                 "iterated. Privacy is counted for its Poisson sampling: batches from elsewhere "
                 "must be drawn in the same way, at the same rate."
             )
-        self._draws.check(self._samples(), final=not self._check_skip_next_step(pop_next=False))
+        final = not self._check_skip_next_step(pop_next=False)
+        self._draws.check(self._samples(), final=final)
+        if final and self._layout.correlation is not None:
+            self._layout.correlation.take_part(self._draws.part, self._layout.key.step)
 
     def check_world(self) -> None:
         """Refuse a model of one process where there are several.

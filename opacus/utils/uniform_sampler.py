@@ -8,6 +8,7 @@ step like any other (it is noised and accounted), so it is always yielded.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from torch.utils.data import Sampler
 
 from opacus.core.kernels.noise.words import words_between
 from opacus.core.privacy.draws import Draws
-from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator
+from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator, reproducible_from_environment
 
 __all__ = [
     "Coins",
@@ -121,11 +122,24 @@ class _Keyed(Sampler[list[int]]):
 
     Attributes:
         key: where the coins come from; see `opacus.core.key.RunKey`.
+        draws: what is known of the batches that were drawn.
+        cyclic: whether all passes have the same batches.
+        first: number of the batch that the next pass begins with.
     """
 
+    draws: Draws
+    _split: tuple[bytes, Tensor] | None = None  # of cyclic passes: its key, and parts of the items
+
     _shared = False
+    cyclic = False
+    first = 0  # batch of the next pass
 
     def _set_key(self, generator: torch.Generator | None) -> None:
+        if self.cyclic:
+            # The split of the data is no secret, but it must stay the same in a resumed run.
+            system = generator is None and not reproducible_from_environment()
+            if system or isinstance(generator, SystemGenerator):
+                generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big"))
         self._generator = generator
         self._again: int | None = None
         secure = isinstance(generator, SystemGenerator)
@@ -157,8 +171,20 @@ class _Keyed(Sampler[list[int]]):
         """The coins of each batch of a new pass."""
         again, self._again = self._again, None
         number = self.key.advance(SAMPLING) if again is None else again
-        for index in range(len(self)):  # type: ignore[arg-type]
+        start, self.first = self.first, 0
+        self.draws.begin(start, whole=self.cyclic)
+        for index in range(start, len(self)):  # type: ignore[arg-type]
             yield Coins.of(self.key, (number << 32) + index, epoch)
+
+    def _draw(self, size: int, sample_rate: float, coins: Coins) -> Tensor:
+        """The items of a batch, increasing, int64, shape `[batch]`."""
+        if not self.cyclic:
+            return poisson_draw(size, sample_rate, coins)
+        key = self.key.stream(SAMPLING, "parts")
+        if self._split is None or self._split[0] != key:
+            words = words_between(0, size, key, 0, self.key.secure)
+            self._split = key, words.remainder(len(self)).int()  # type: ignore[arg-type]
+        return (self._split[1] == coins.number % 2**32).nonzero().view(-1)
 
 
 def _check_sizes(name: str, size: int, sample_rate: float, steps: int | None) -> None:
@@ -191,6 +217,8 @@ class UniformWithReplacementSampler(_Keyed):
             with equal seeds draw the same batches. By default the key comes from the operating
             system, and the global seed changes nothing.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
+        cyclic: no Poisson sampling: each sample is in one batch of each pass, the same in all of
+            them, which was drawn once, independently and uniformly.
 
     Raises:
         ValueError: if a size, the rate or the number of steps is out of range.
@@ -203,10 +231,12 @@ class UniformWithReplacementSampler(_Keyed):
         sample_rate: float,
         generator: torch.Generator | None = None,
         steps: int | None = None,
+        cyclic: bool = False,
     ) -> None:
         _check_sizes("num_samples", num_samples, sample_rate, steps)
         self.num_samples = num_samples
         self.sample_rate = sample_rate
+        self.cyclic = cyclic
         self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
         self.draws = Draws()
@@ -215,9 +245,8 @@ class UniformWithReplacementSampler(_Keyed):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.draws.started = True
         for coins in self._pass():
-            yield poisson_draw(self.num_samples, self.sample_rate, coins).tolist()
+            yield self._draw(self.num_samples, self.sample_rate, coins).tolist()
 
 
 class DistributedUniformWithReplacementSampler(_Keyed):
@@ -240,6 +269,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         shuffle_seed: seed of that order; must be the same on all ranks.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
         generator: seeded source of the coins' key, rank 0's; by default the operating system.
+        cyclic: see `UniformWithReplacementSampler`.
 
     Raises:
         ValueError: if a size, the rate or the number of steps is out of range, or if there is no
@@ -257,12 +287,14 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         shuffle_seed: int = 0,
         steps: int | None = None,
         generator: torch.Generator | None = None,
+        cyclic: bool = False,
     ) -> None:
         _check_sizes("total_size", total_size, sample_rate, steps)
         self.total_size = total_size
         self.sample_rate = sample_rate
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
+        self.cyclic = cyclic
         self._set_key(generator)
         self.epoch = 0
         self.num_replicas = torch.distributed.get_world_size()
@@ -281,10 +313,9 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.draws.started = True
         owner = self._owners()
         for coins in self._pass(self.epoch):
-            chosen = poisson_draw(self.total_size, self.sample_rate, coins).numpy()
+            chosen = self._draw(self.total_size, self.sample_rate, coins).numpy()
             # NumPy integers index everything that int does, and have `.item()` as tensors do.
             yield list(chosen[owner[chosen] == self.rank])
 

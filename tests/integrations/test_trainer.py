@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer, DPTrainerMixin  # noqa: E402
 from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
+from opacus.losses import without_logits  # noqa: E402
 from opacus.optimizers import JointOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
@@ -64,6 +65,28 @@ def test_without_noise_it_is_the_plain_trainer(tmp_path: Path, mode: str) -> Non
     losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, ours)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert len(ours.privacy_engine.accountant) == ours.state.global_step == 3
+
+
+def test_a_model_without_logits_is_the_plain_trainer_too(tmp_path: Path) -> None:
+    data = Texts(lengths=(6,))
+    plain = trained(transformers.Trainer, llama(), tmp_path, data, max_grad_norm=0, **FIXED)
+    privacy = DPArguments(**HUGE, grad_sample_mode="ghost_bk")
+    model = copy.deepcopy(without_logits(llama()))
+    ours = trained(DPTrainer, model, tmp_path, data, privacy, **FIXED, **SPLIT, eval_dataset=data)
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+    model.train()
+    tokens = torch.tensor([data[0]["input_ids"], data[1]["input_ids"]])
+    out = model(input_ids=tokens, labels=tokens)
+    assert out.loss.shape == (2,) and out.logits.shape == (2, 6)
+    assert model(input_ids=tokens).logits.shape == (2, 6, 23)
+    losses = [t.evaluate(data)["eval_loss"] for t in (plain, ours)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    model.train()
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        trained(DPTrainer, model, tmp_path, data, privacy, label_smoothing_factor=0.1)
+    model.lm_head.register_forward_hook(lambda layer, args, output: output * 2)
+    with pytest.raises(ValueError, match="a cap or a scale"):
+        model(input_ids=tokens, labels=tokens)
 
 
 HEADS = {

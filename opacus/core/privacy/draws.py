@@ -24,15 +24,42 @@ class Draws:
 
     Attributes:
         started: Whether anything has been drawn.
+        part: Number of the latest step's batch in its pass; -1 before the first.
     """
 
     def __init__(self) -> None:
         self.started = False
+        self.part = -1
+        self._next_part = 0
         self._logical = 0
-        # (items, number of the logical batch); the oldest go where nobody takes steps
-        self._waiting: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
+        # (items, numbers of the logical batch: of all, and in its pass); the oldest go where nobody
+        # takes steps
+        self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
         self._seen = 0
         self._used: set[int] = set()  # logical batches in the step so far
+
+    def begin(self, part: int = 0, whole: bool = False) -> None:
+        """A pass over the data begins.
+
+        Args:
+            part: Number of its first batch.
+            whole: Whether each batch of the pass before must have been used in a step, once a step
+                has been taken.
+
+        Raises:
+            RuntimeError: Some have not.
+        """
+        self.started = True
+        self._next_part = part
+        if not whole:
+            return
+        left = len(self._waiting)
+        self._waiting.clear()
+        if left and self.part >= 0:
+            raise RuntimeError(
+                f"{left} batches of the pass before were left without a step: with correlated "
+                "noise each batch of the private loader must be followed by optimizer.step()"
+            )
 
     def deliver(self, items: int, last: bool = True) -> None:
         """A batch of so many items goes to the training loop.
@@ -41,8 +68,9 @@ class Draws:
             items: Number of samples that it must have.
             last: Whether it is the last part of its logical batch.
         """
-        self._waiting.append((items, self._logical))
+        self._waiting.append((items, self._logical, self._next_part))
         self._logical += last
+        self._next_part += last
 
     def leave_oldest(self, still_there: int) -> None:
         """No step will be taken with the oldest of the last `still_there` batches."""
@@ -65,7 +93,7 @@ class Draws:
             RuntimeError: They are not the items that were drawn, or of several draws.
         """
         seen = self._seen + samples
-        place = next((k for k, (items, _) in enumerate(self._waiting) if items == seen), None)
+        place = next((k for k, (items, _, _) in enumerate(self._waiting) if items == seen), None)
         used = self._used if place is None else {*self._used, self._waiting[place][1]}
         if len(used) > 1:
             raise RuntimeError(
@@ -76,7 +104,7 @@ class Draws:
                 "optimizer.reset_accumulation() drops what was added up"
             )
         if place is None and final and seen and self._waiting:
-            items = [items for items, _ in self._waiting]
+            items = [items for items, _, _ in self._waiting]
             raise RuntimeError(
                 f"the data loader drew {items[-1]} items for this batch, but the step saw {seen} "
                 "samples: privacy is counted for items, and clipped were samples. Let the collate "
@@ -86,6 +114,7 @@ class Draws:
             )
         self._seen, self._used = seen, used
         if place is not None:
+            self.part = self._waiting[place][2]
             for _ in range(place + 1):
                 self._waiting.popleft()
             self._seen = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,8 @@ class RunKey:
         secure: As given.
         asked: Whether a seed was asked for.
         seeded: Whether the key comes from it.
+        keeps_past: Whether numbers are made again after their step (correlated noise). A saved
+            state then holds the secrets that its numbers were made with.
     """
 
     def __init__(
@@ -82,10 +84,13 @@ class RunKey:
         self.seeded = self.asked
         self.secure = secure
         self.shared = shared
+        self.keeps_past = False
         self._next: dict[str, int] = {}
+        # Keys of a run that was resumed, each with the first step of the noise that it is not for.
+        self._earlier: list[tuple[int, Key]] = []
         self._secret = seed_bytes(generator) if self.seeded else None
         self._key: Key | None = None
-        self._derived: dict[tuple[str, str], bytes] = {}
+        self._derived: dict[tuple[bytes, str, str], bytes] = {}
 
     @property
     def key(self) -> Key:
@@ -104,12 +109,34 @@ class RunKey:
         """Agree on the key now, if it is shared: a collective call."""
         _ = self.key
 
-    def stream(self, purpose: str, name: str) -> bytes:
-        """32 bytes for the random numbers of one purpose and parameter."""
-        known = self._derived.get((purpose, name))
+    def stream(self, purpose: str, name: str, number: int | None = None) -> bytes:
+        """32 bytes for the random numbers of one purpose and parameter.
+
+        Args:
+            number: Of the step; by default one that is still to come.
+        """
+        key = self.key if number is None or not self._earlier else self._key_of(number)
+        place = (key.secret, purpose, name)
+        known = self._derived.get(place)
         if known is None:
-            known = self._derived[purpose, name] = self.key.derive(purpose, name)
+            known = self._derived[place] = key.derive(purpose, name)
         return known
+
+    def streams(
+        self, purpose: str, names: Sequence[str], numbers: Sequence[int]
+    ) -> list[list[bytes]]:
+        """:meth:`stream` of each name, in each of these steps."""
+        return [[self.stream(purpose, name, number) for number in numbers] for name in names]
+
+    def _key_of(self, number: int) -> Key:
+        return next((key for end, key in self._earlier if number < end), self.key)
+
+    def follow(self, old: RunKey) -> None:
+        """Give out no number that another key has had; its past numbers stay its own."""
+        self.at_least(old.numbers)
+        self.keeps_past = old.keeps_past
+        if old.keeps_past and old.step:
+            self._earlier = [*old._earlier, (old.step, old.key)]
 
     @property
     def step(self) -> int:
@@ -137,9 +164,16 @@ class RunKey:
         self.seeded, self._secret, self._key = False, None, None
         self._derived.clear()
 
+    def adopt(self, secret: bytes) -> None:
+        """Have this secret."""
+        self._key = Key(secret)
+
     def state_dict(self) -> dict[str, Any]:
-        """The key's public name and the next numbers; the secret only if it comes from a seed."""
+        """The key's public name and the next numbers; the secret if it comes from a seed."""
         state: dict[str, Any] = {"key": self.key.identifier, "next": self.numbers}
+        if self.keeps_past:
+            keys = [*self._earlier, (self.step, self.key)]
+            state["earlier"] = [(end, key.secret.hex()) for end, key in keys]
         return {**state, "secret": self.key.secret.hex()} if self.seeded else state
 
     def resume(self, state: Mapping[str, Any]) -> bool:
@@ -155,6 +189,9 @@ class RunKey:
             Whether the random numbers are what was asked for: those of the saved run, or new ones.
         """
         self.at_least(state["next"])
+        if self.keeps_past:
+            earlier = state["earlier"]
+            self._earlier = [(end, Key(bytes.fromhex(secret))) for end, secret in earlier]
         if not self.asked:
             return True
         if "secret" not in state:
@@ -165,8 +202,8 @@ class RunKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the secret: two copies would draw the same noise for different sums."""
-        lost: dict[str, Any] = {"seeded": False, "_secret": None, "_key": None, "_derived": {}}
-        return {**vars(self), **lost, "_next": self.numbers}
+        lost: dict[str, Any] = {"seeded": False, "_secret": None, "_key": None}
+        return {**vars(self), **lost, "_derived": {}, "_earlier": [], "_next": self.numbers}
 
 
 class SystemGenerator(torch.Generator):

@@ -43,6 +43,7 @@ from opacus.core.platform.torch_internals import (
 )
 from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
 from opacus.core.record.empty import with_a_row, without_the_row
+from opacus.core.record.head_loss import head_use_of
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
@@ -108,6 +109,7 @@ class Recorder:
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
+        self._sharded = any(is_fsdp(module) for module in root.modules())
         self._hooks = [LayerHooks(self, layer) for layer in layers]
         self.handles: list[Any] = []
         for layer, hooks in zip(layers, self._hooks, strict=True):
@@ -289,11 +291,13 @@ class Recorder:
             return output
         if not x.is_floating_point():
             self._look_up(spec, x)
-        use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
+        dim, loss = self.batch_dim(layer, output.dim()), head_use_of(output)
+        own = layer if loss is None else loss.layer(layer, spec, dim)
+        use = Use(self, own, spec, self.forward_pass(), dim)
         if self.whose.asks(use, output):
             (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
-        return tap_one(ANCHOR, use, output, x)
+        return tap_one(ANCHOR, use, output, x) if loss is None else loss.tap(use, output)
 
     def _register(self, use: Use, output_shape: torch.Size) -> None:
         recomputed = self.in_backward
@@ -403,6 +407,8 @@ class Recorder:
         generation.begun = True
         if len(generation.calls) > 1:
             self._join(use.forward_pass)
+        # FSDP2 takes the weight away again, which such a rule is given.
+        borrowed = borrowed or (self._sharded and use.layer.rule.as_given)
         self.sink(self._record(use, tensors, grads, borrowed))
 
     def _join(self, forward_pass: ForwardPass) -> None:
@@ -442,6 +448,8 @@ class Recorder:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
             activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
+        elif layer.rule.as_given:
+            activations = tuple(inputs)
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(

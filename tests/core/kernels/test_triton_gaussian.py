@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ if ON_GPU or INTERPRETED:
     from opacus.core.kernels.noise import gaussian_triton
 
 KEY = bytes(range(32))
+OLD = (KEY, KEY[::-1])
 SECURE = pytest.mark.parametrize("secure", [False, True], ids=["philox", "chacha"])
 # Of the GPU's logarithm and its fast sine, on numbers up to 6.8.
 TOLERANCE = 2e-3 if ON_GPU else 2e-5
@@ -26,7 +29,11 @@ def grid(std: float, secure: bool) -> float:
 
 
 def both(
-    regions: list[Region], step: int = 3, secure: bool = False, keys: list[bytes] | None = None
+    regions: list[Region],
+    step: int = 3,
+    secure: bool = False,
+    keys: list[bytes] | None = None,
+    past: Sequence[tuple[float, int]] = (),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Noise of the kernel and of the reference."""
     results = []
@@ -34,8 +41,10 @@ def both(
         draws = []
         for number, region in enumerate(regions):
             zeros = torch.zeros(region.size, device=device)
-            draws.append(Draw(zeros, zeros, region, keys[number] if keys else KEY))
-        launch(1.0, draws, step, grid(1.0, secure))
+            draws.append(
+                Draw(zeros, zeros, region, keys[number] if keys else KEY, OLD[: len(past)])
+            )
+        launch(1.0, draws, step, grid(1.0, secure), past)
         results.append([draw.target.cpu() for draw in draws])
     return results[0], results[1]
 
@@ -56,6 +65,22 @@ def test_the_kernel_and_the_reference_agree(regions: list[Region], secure: bool)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
             assert b.abs().max() > 0.1
+
+
+@SECURE
+def test_noise_of_earlier_steps_is_added_again(secure: bool) -> None:
+    past = [(-0.5, 2), (0.25, 2**33)]
+    regions = [whole(5000), Region(3, 500, 500, 500), Region(5, 60, 12, 30)]
+    got, want = both(regions, 3, secure, None, past)
+    terms = [
+        both(regions, step, secure, [key] * 3)[1]
+        for step, key in zip((3, 2, 2**33), (KEY, *OLD), strict=True)
+    ]
+    for place, (a, b) in enumerate(zip(got, want, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=2 * TOLERANCE)
+        now, first, second = (term[place] for term in terms)
+        assert (b - now).abs().max() > 0.5
+        torch.testing.assert_close(b, now - 0.5 * first + 0.25 * second, rtol=0, atol=1e-4)
 
 
 @SECURE

@@ -18,9 +18,11 @@ class Draw(NamedTuple):
         region: Numbers of the elements.
         key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host
             time for bytes that it sees for the first time.
+        earlier: Keys of earlier steps' noise that is added again, one for each.
     """
 
     source: Tensor
     target: Tensor
     region: Region
     key: bytes
+    earlier: tuple[bytes, ...] = ()

@@ -22,7 +22,13 @@ from opacus.core.kernels.sums.weighted_sum import triton_works
 GRID = 2.0**-16
 
 
-def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = False) -> None:
+def add_gaussian(
+    std: float,
+    draws: Sequence[Draw],
+    step: int,
+    secure: bool = False,
+    past: Sequence[tuple[float, int]] = (),
+) -> None:
     """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32, or fp64 for fp64.
 
     Args:
@@ -31,6 +37,8 @@ def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = Fa
         step: Number in [0, 2^63) that has not been used with these keys for other sums.
         secure: Words from ChaCha20 instead of Philox, and sums rounded to a grid much finer than
             the noise, so that the lowest bits of a float do not tell what was added to what.
+        past: Weights and numbers of earlier steps whose noise is made again and added, too, with
+            the keys that each draw names for them.
     """
     grid = grid_of(std) if secure else 0.0
     on_gpu: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Draw]] = {}
@@ -44,9 +52,9 @@ def add_gaussian(std: float, draws: Sequence[Draw], step: int, secure: bool = Fa
     for group in on_gpu.values():
         from opacus.core.kernels.noise import gaussian_triton
 
-        gaussian_triton.launch(std, group, step, grid)
+        gaussian_triton.launch(std, group, step, grid, past)
     if others:
-        gaussian_reference.add(std, others, step, grid)
+        gaussian_reference.add(std, others, step, grid, past)
 
 
 def grid_of(std: float) -> float:

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 PIECE = 1 << 16
 
 
-def add(std: float, draws: Sequence[Draw], step: int, grid: float) -> None:
+def add(
+    std: float,
+    draws: Sequence[Draw],
+    step: int,
+    grid: float,
+    past: Sequence[tuple[float, int]] = (),
+) -> None:
     """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
 
     Args:
@@ -28,7 +34,7 @@ def add(std: float, draws: Sequence[Draw], step: int, grid: float) -> None:
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
         for piece in _pieces(own):
-            _add_piece(std, piece, step, grid, wide)
+            _add_piece(std, piece, step, grid, wide, past)
 
 
 def normals(blocks: Tensor, keys: Tensor, step: int, secure: bool, dtype: torch.dtype) -> Tensor:
@@ -98,15 +104,29 @@ def _pieces(draws: Sequence[Draw]) -> Iterator[list[_Part]]:
         yield piece
 
 
-def _add_piece(std: float, parts: list[_Part], step: int, grid: float, wide: torch.dtype) -> None:
+def _add_piece(
+    std: float,
+    parts: list[_Part],
+    step: int,
+    grid: float,
+    wide: torch.dtype,
+    past: Sequence[tuple[float, int]],
+) -> None:
     many = lanes_of(grid > 0, wide)
     wanted = [_blocks(draw.region, start, end, many) for draw, start, end in parts]
     counts = [len(blocks) for blocks, _ in wanted]
-    keys = key_words(*(draw.key for draw, _, _ in parts))
-    if len(parts) > 1:
-        keys = keys.repeat_interleave(torch.tensor(counts, device="cpu"), dim=0)
     blocks = torch.cat([blocks for blocks, _ in wanted])
-    noise = normals(blocks, keys, step, grid > 0, wide).mul_(std)
+
+    def made(number: int, keys: Sequence[bytes]) -> Tensor:
+        words = key_words(*keys)
+        if len(parts) > 1:
+            words = words.repeat_interleave(torch.tensor(counts, device="cpu"), dim=0)
+        return normals(blocks, words, number, grid > 0, wide)
+
+    noise = made(step, [draw.key for draw, _, _ in parts])
+    for place, (weight, number) in enumerate(past):
+        noise.add_(made(number, [draw.earlier[place] for draw, _, _ in parts]), alpha=weight)
+    noise.mul_(std)
     of_parts = noise.split(counts)
     for (draw, start, end), own, (_, chosen) in zip(parts, of_parts, wanted, strict=True):
         total = own.reshape(-1)[chosen].to(draw.source.device)

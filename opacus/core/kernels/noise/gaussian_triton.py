@@ -27,6 +27,8 @@ BLOCK = 2048
 LOOPS = 16
 # First program, source, target, elements; number of the first, step, width, pitch; key.
 COLUMNS = 12
+# Of an earlier step that is added: its number, the bits of its weight in fp32, its key.
+PAST_COLUMNS = 6
 
 
 @triton.jit
@@ -90,11 +92,14 @@ def _kernel(
     SECURE: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
+    PAST: tl.constexpr,
+    PAST_COLUMNS: tl.constexpr,
 ):
     """One counter makes ``LANES`` numbers, of elements whose numbers differ in the last bits.
 
     ROWS: a tensor's rows have gaps between them, and each starts a counter of its own.
     WHOLE divides all sizes; above 1 each tensor starts with a counter.
+    PAST: how many earlier steps' noise is added, too.
     """
     program = tl.program_id(0).to(tl.int64)
     entry = row_of(program, table, count, COUNT, COLUMNS)
@@ -127,6 +132,14 @@ def _kernel(
             noise = _chacha_normals(counters, step, entry + 8, FAST)
         else:
             noise = _philox_normals(counters, step, entry + 8, FAST)
+        for number in range(PAST):
+            earlier = entry + (COLUMNS - PAST * PAST_COLUMNS) + number * PAST_COLUMNS
+            weight = tl.load(earlier + 1).to(tl.int32).to(tl.float32, bitcast=True)
+            if SECURE:
+                again = _chacha_normals(counters, tl.load(earlier), earlier + 2, FAST)
+            else:
+                again = _philox_normals(counters, tl.load(earlier), earlier + 2, FAST)
+            noise += weight * again
         value = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
         value += std * tl.reshape(noise, (BLOCK,))
         if SECURE:
@@ -134,7 +147,13 @@ def _kernel(
         tl.store(target + places, value.to(TARGET), mask=inside)
 
 
-def launch(std: float, draws: Sequence[Draw], step: int, grid: float = 0.0) -> None:
+def launch(
+    std: float,
+    draws: Sequence[Draw],
+    step: int,
+    grid: float = 0.0,
+    past: Sequence[tuple[float, int]] = (),
+) -> None:
     """Write ``source + std * noise`` to each target.
 
     Args:
@@ -142,23 +161,34 @@ def launch(std: float, draws: Sequence[Draw], step: int, grid: float = 0.0) -> N
         draws: On one GPU; the sources have one dtype, and so have the targets.
         step: See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
         grid: Secure mode: what results are multiples of. 0: not in secure mode.
+        past: Weights and numbers of earlier steps whose noise is added.
     """
     draws = [draw for draw in draws if draw.region.size]
     with_gaps = [draw for draw in draws if draw.region.width < draw.region.size]
     without = [draw for draw in draws if draw.region.width == draw.region.size]
     for group, has_rows in ((without, False), (with_gaps, True)):
         if group:
-            _launch(std, group, step, grid, has_rows)
+            _launch(std, group, step, grid, has_rows, past)
 
 
-def _launch(std: float, draws: Sequence[Draw], step: int, grid: float, has_rows: bool) -> None:
+def _launch(
+    std: float,
+    draws: Sequence[Draw],
+    step: int,
+    grid: float,
+    has_rows: bool,
+    past: Sequence[tuple[float, int]],
+) -> None:
     lanes = chacha.LANES if grid else philox.LANES
     rows: list[int] = []
     programs, every = 0, 0
-    for source, target, region, key in draws:
+    weights = [struct.unpack("<i", struct.pack("<f", weight))[0] for weight, _ in past]
+    for source, target, region, key, earlier in draws:
         places = source.data_ptr(), target.data_ptr()
         rows += (programs, *places, region.size, region.first, step, region.width, region.pitch)
         rows += _numbers(key)
+        for (_, number), weight, old in zip(past, weights, earlier, strict=True):
+            rows += (number, weight, *_numbers(old))
         # Bits that any of the addresses, twice any of the sizes, or any first number has.
         every |= places[0] | places[1] | 2 * region.size | region.first
         programs -= -_counters(region, lanes) // (BLOCK // lanes * LOOPS)
@@ -166,7 +196,7 @@ def _launch(std: float, draws: Sequence[Draw], step: int, grid: float, has_rows:
     first = draws[0]
     _variant(
         operands.power_of_two(len(draws)), first.source.dtype, first.target.dtype, lanes,
-        has_rows, whole,
+        has_rows, whole, len(past),
     )(
         (programs,),
         operands.upload(rows, first.source.device),
@@ -196,6 +226,7 @@ def _variant(
     lanes: int,
     has_rows: bool,
     whole: int,
+    past: int,
 ) -> Variant:
     return Variant(
         _kernel,
@@ -204,11 +235,13 @@ def _variant(
         TARGET=TYPES[target],
         BLOCK=BLOCK,
         LOOPS=LOOPS,
-        COLUMNS=COLUMNS,
+        COLUMNS=COLUMNS + past * PAST_COLUMNS,
         LANES=lanes,
         FAST=not operands.interpreted(),
         SECURE=lanes == chacha.LANES,
         ROWS=has_rows,
         WHOLE=whole,
+        PAST=past,
+        PAST_COLUMNS=PAST_COLUMNS,
         num_warps=4,
     )
