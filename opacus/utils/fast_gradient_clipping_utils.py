@@ -247,7 +247,7 @@ def _refuse_joint(function: Callable[..., Any]) -> None:
         "that one depends on all samples at once, so no sample's part of it can be clipped. Give "
         "one loss a sample (reduction='none', shape [batch]), or make a second criterion by "
         "DPLossFastGradientClipping(module, optimizer, other_criterion, loss_reduction). For a "
-        "penalty on the parameters use the optimizer's weight_decay"
+        "penalty on the parameters use optimizer.add_penalty, or weight_decay"
     )
 
 

@@ -165,6 +165,15 @@ class RepeatCheck:
         elif self._others is None:
             self._others = _nonzero_rows(backprops)
 
+    def explain(self, error: BaseException | None) -> None:
+        """The model has failed: say so if a repeated output may be why."""
+        if self.open and isinstance(error, RuntimeError):
+            error.args = (
+                f"{error}. The outputs of {sorted(self.open)[:5]}, which ran once for all samples, "
+                "were repeated, a copy for each sample. If the model fails because of that, freeze "
+                "these layers (adapters in other layers, such as LoRA, can be trained)",
+            )
+
     def _decide(self, spec: LayerSpec, rows: Tensor) -> None:
         """Look at which of the repeated rows ``[B]`` have a gradient."""
         others, self_rows = self._others, rows.tolist()

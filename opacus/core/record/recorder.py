@@ -12,6 +12,7 @@ How a layer is tapped is in :mod:`opacus.core.record.taps`, which forward pass i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,8 @@ class Recorder(Taps):
         ended = self.passes.end()
         self.reached.end(output)
         self.end_lone()
+        if output is None:
+            self.whose.repeats.explain(sys.exc_info()[1])
         self.whose.end(output)
         made_up = ended is not None and ended.made_up
         return without_the_row(output, self.passes.dim) if made_up else None

@@ -1,7 +1,7 @@
 """The private step, from per-sample losses to the gradient that is released: read it from the top.
 
     clip_batch    losses -> records -> norms -> factors -> the records again -> clipped sum
-    release       clipped sums -> count -> noise -> sum over ranks -> mean
+    release       clipped sums -> count -> noise -> sum over ranks -> mean -> penalties
 
 ``clip_batch`` is the ``backward()`` of the criterion in ghost modes, once for each physical batch.
 In ``hooks`` and its like ``backward()`` leaves per-sample gradients, and
@@ -107,6 +107,9 @@ class Optimizer(Protocol):
     def scale_grad(self) -> None:
         """Divide by the expected batch size."""
 
+    def add_penalties(self) -> None:
+        """Add the gradients of penalties, which see parameters alone."""
+
     def call_step_hooks(self) -> None:
         """Tell whoever asked for it."""
 
@@ -174,5 +177,6 @@ def release(optimizer: Optimizer) -> bool:
     optimizer.noise_and_count()
     optimizer.reduce()
     optimizer.scale_grad()
+    optimizer.add_penalties()
     optimizer.call_step_hooks()
     return True
