@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from opacus.accountants import IAccountant
+from opacus.accountants.sampling import GaussianMixture, UserRows
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.privacy.correlated import CorrelatedNoise
@@ -256,6 +258,32 @@ def check_parallelism(settings: Settings) -> None:
     compiled_taps_from_environment()
     reproducible_from_environment()
     variables_set()
+
+
+def check_sampling(settings: Settings, accountant: IAccountant) -> None:
+    """Check that batches are drawn as they are counted.
+
+    Raises:
+        ValueError: They are not, or the accountant cannot count them.
+    """
+    sampling = settings.sampling
+    if sampling is None:
+        return
+    if not settings.poisson_sampling or settings.correlated_noise is not None:
+        raise ValueError(
+            f"sampling={sampling} describes Poisson sampling of rows, so poisson_sampling must be "
+            "True, and correlated_noise, which has batches of its own, None"
+        )
+    if not isinstance(sampling, UserRows | GaussianMixture):
+        raise ValueError(
+            f"sampling={sampling!r} is not what the private data loader does; it must be UserRows "
+            "or GaussianMixture from opacus.accountants.sampling"
+        )
+    if not accountant.counts_every_sampling:
+        raise ValueError(
+            f"the accountant {accountant.mechanism()!r} counts plain Poisson sampling only, not "
+            f"{sampling}: use PrivacyEngine(accountant='pld')"
+        )
 
 
 def check_correlation(settings: Settings, adaptive: bool) -> None:

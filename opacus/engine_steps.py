@@ -29,6 +29,7 @@ from opacus.engine_checks import (
     check_parallelism,
     check_privacy_unit,
     check_public_numbers,
+    check_sampling,
     choose,
     is_distributed,
     on_all_ranks,
@@ -81,6 +82,7 @@ class EngineSteps(EngineCheckpoints):
             check_noise_source(asked, self.secure_mode)
             check_public_numbers(asked.data_loader, asked.expected_batch_size, asked.sample_rate)
             check_arguments(asked)
+            check_sampling(asked, self.accountant)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
             check_parallelism(asked)
             data_layout = choose_data_layout(
@@ -160,7 +162,7 @@ class EngineSteps(EngineCheckpoints):
         self._prepare_noise(optimizer, settings.module)
         if settings.correlated_noise is not None:
             optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
-        optimizer.attach_step_hook(self.step_counter(rate))
+        optimizer.attach_step_hook(self.step_counter(rate, settings.sampling))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
 

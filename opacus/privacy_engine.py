@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
+from opacus.accountants.sampling import Sampling
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.ranks.layout import Single
@@ -77,6 +78,7 @@ class PrivacyEngine(EngineSteps):
         expected_batch_size: float | None = None,
         sample_rate: float | None = None,
         correlated_noise: CorrelatedNoise | None = None,
+        sampling: Sampling | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -119,6 +121,8 @@ class PrivacyEngine(EngineSteps):
             correlated_noise: Noise of which later steps take back a part, in place of independent
                 noise. Batches are the same in each pass over the data then, and the accountant
                 counts the whole run at its first step, without amplification by sampling.
+            sampling: What a unit has to do with the rows that are drawn, where it is not one row:
+                ``UserRows`` or ``GaussianMixture``. Needs an engine with the accountant "pld".
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -151,6 +155,7 @@ class PrivacyEngine(EngineSteps):
                 expected_batch_size=expected_batch_size,
                 sample_rate=sample_rate,
                 correlated_noise=correlated_noise,
+                sampling=sampling,
                 further=kwargs,
             )
         )
@@ -215,6 +220,7 @@ class PrivacyEngine(EngineSteps):
             sample_rate=rate,
             epochs=epochs,
             accountant=self.accountant.mechanism(),
+            sampling=kwargs.get("sampling"),
         )
         return self.make_private(
             module=module,
