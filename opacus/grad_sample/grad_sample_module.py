@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
 from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients, refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
-from opacus.core.record.named import DOCUMENTS, named_units, take_units
+from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.tap import trains
@@ -341,11 +342,12 @@ class GradSampleHooks(HeldParameters):
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take the names of units from the model's arguments, if there are any."""
         key, recorder = self.privacy_unit, self._recorder
-        if key is None:
-            return args, kwargs
+        trains = key is not None and recorder.active(self._module)
+        if key is None or not (trains or gives_units(key, args, kwargs)):
+            return args, kwargs  # in evaluation nobody's units matter
         args, kwargs, names = take_units(key, args, kwargs)
         recorder.named = None
-        if recorder.active(self._module):
+        if trains:
             recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
             self._check_unit_ranks(key, recorder.named.names)
         return args, kwargs
@@ -362,8 +364,8 @@ class GradSampleHooks(HeldParameters):
             return
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, names.tolist())
-        seen = [name for own in everyone for name in own]
-        twice = sorted({name for name in seen if seen.count(name) > 1})
+        seen = Counter(name for own in everyone for name in own)
+        twice = sorted(name for name, count in seen.items() if count > 1)
         if twice:
             raise ValueError(
                 f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "

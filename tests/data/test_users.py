@@ -97,6 +97,8 @@ def test_users_are_drawn_and_clipped_whole(mode: str) -> None:
     assert len({len(users) for users in drawn}) > 1 and max(map(len, drawn)) > 2
     got = [p.detach() for p in made[1].params]
     torch.testing.assert_close(got, reference(drawn), rtol=1e-9, atol=1e-11)
+    with torch.no_grad():
+        assert made[0].eval()(rows().tensors[0]).shape == (ROWS, 3)  # nobody's units matter
     assert made[1]._counters[0].sample_rate == pytest.approx(1 / BATCHES)
     size = len(UserDataset(rows(), NAMES))
     assert made[1].expected_batch_size == pytest.approx(size / BATCHES)
