@@ -62,10 +62,10 @@ def check_privacy_unit(settings: Settings) -> None:
             "privacy_unit needs wrap_model=True: it is the wrapper that takes the units from the "
             "model's arguments"
         )
-    if grad_sample_mode in ("ew", "no_op"):
+    if grad_sample_mode == "no_op":
         raise ValueError(
-            f"privacy_unit is not supported by grad_sample_mode={grad_sample_mode!r}, which does "
-            "not record layers: use 'hooks' or a ghost mode"
+            "privacy_unit is not supported by grad_sample_mode='no_op', which does not record "
+            "layers: use 'hooks' or a ghost mode"
         )
 
 
@@ -120,12 +120,6 @@ def check_arguments(settings: Settings) -> None:
         ValueError: It names the argument and says what to do.
     """
     module, optimizer = settings.module, settings.optimizer
-    if isinstance(optimizer, (list, tuple, dict)):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}, and one private step has one optimizer, "
-            "which clips the gradients of all parameters together: give one optimizer over all "
-            "trained parameters (with parameter groups, if they need different settings)"
-        )
     clipping, max_grad_norm = settings.clipping, settings.max_grad_norm
     mode_of(settings.grad_sample_mode)
     get_optimizer_class(clipping, distributed=False, grad_sample_mode=settings.grad_sample_mode)
@@ -139,26 +133,36 @@ def check_arguments(settings: Settings) -> None:
             "max_grad_norm must be one number, or a list with one number for each trainable "
             f"parameter if clipping='per_layer'; got {max_grad_norm!r} with clipping={clipping!r}"
         )
-    if isinstance(optimizer, DPOptimizer):
-        raise ValueError(
-            "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
-        )
+    _check_optimizer(optimizer)
     if isinstance(module, AbstractGradSampleModule):
         raise ValueError(
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "optimizer is LBFGS, which evaluates the loss several times in a step and compares the "
-            "values: each evaluation would be a release of its own, and line searches on noise "
-            "fail. Use a first-order optimizer, such as SGD or AdamW"
-        )
-    if settings.grad_sample_mode not in ("ew", "no_op"):
+    if settings.grad_sample_mode != "no_op":
         _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer, or a list "
+            "of them in which each trained parameter is in one"
+        )
+    for part in getattr(optimizer, "optimizers", (optimizer,)):
+        if isinstance(part, DPOptimizer):
+            raise ValueError(
+                "the optimizer is private already: pass the plain one, optimizer.original_optimizer"
+            )
+        if isinstance(part, torch.optim.LBFGS):
+            raise ValueError(
+                "optimizer is LBFGS, which evaluates the loss several times in a step and compares "
+                "the values: each evaluation would be a release of its own, and line searches on "
+                "noise fail. Use a first-order optimizer, such as SGD or AdamW"
+            )
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:

@@ -40,6 +40,7 @@ from opacus.engine_settings import Settings
 from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.grad_sample import wrap_model as wrap
 from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.optimizers.joint import joined
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators.module_validator import ModuleValidator
 
@@ -78,6 +79,7 @@ class EngineSteps(EngineCheckpoints):
             if choice is not None:
                 asked = replace(asked, grad_sample_mode=choice.mode, choice=choice)
                 agreed["the mode that 'auto' stands for"] = choice.mode
+            asked = replace(asked, optimizer=joined(asked.optimizer, asked.module))
             check_privacy_unit(asked)
             check_noise_source(asked, self.secure_mode)
             check_public_numbers(asked.data_loader, asked.expected_batch_size, asked.sample_rate)

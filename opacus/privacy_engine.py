@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class PrivacyEngine(EngineSteps):
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 (Opacus' signature; never modified)
         data_loader: DataLoader[Any],
         noise_multiplier: float,
@@ -89,7 +90,9 @@ class PrivacyEngine(EngineSteps):
         Args:
             module: Model in training mode, of whose parameters some are trainable. Wrap it
                 with DDP or FSDP2 before, if at all.
-            optimizer: Optimizer over the model's parameters.
+            optimizer: Optimizer over the model's parameters, or a list of optimizers in which each
+                trainable parameter is in one (Muon for matrices, AdamW for the rest); what is
+                returned is one private :class:`~opacus.optimizers.JointOptimizer`.
             criterion: Loss function; used in ghost modes, where it is wrapped.
             data_loader: Loader of the private data set.
             noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
@@ -137,7 +140,7 @@ class PrivacyEngine(EngineSteps):
         settings = self._checked(
             Settings(
                 module=module,
-                optimizer=optimizer,
+                optimizer=optimizer,  # type: ignore[arg-type]  # joined when checked
                 criterion=criterion,
                 data_loader=data_loader,
                 noise_multiplier=noise_multiplier,
@@ -177,7 +180,7 @@ class PrivacyEngine(EngineSteps):
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 (Opacus' signature; never modified)
         data_loader: DataLoader[Any],
         target_epsilon: float,

@@ -12,10 +12,8 @@ the time (``opacus/core/platform/allocator.py`` sees to it that this package has
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -31,6 +29,11 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("hooks", "ghost")
+WHAT = (
+    "one whole step on one device; medians over rounds in which the packages take turns, a process "
+    "each; time_ratio below 1: this package is faster; cpu: time on the processor, without "
+    "waiting for it"
+)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -248,17 +251,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    card = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    sys.path.append(str(ROOT))
+    from memory_test.common.schema import head, versions  # not in processes of another opacus
+
+    card = torch.cuda.get_device_name() if options.device == "cuda" else ""
     report = {
-        "what": "one whole step on one device; medians over rounds in which the packages "
-        "take turns, a process each; time_ratio below 1: this package is faster; cpu: time on "
-        "the processor, without waiting for it",
-        "date": datetime.date.today().isoformat(),
-        "card": card,
-        "torch": torch.__version__,
+        **head(WHAT, card, versions()),
         "threads": torch.get_num_threads(),
         "rounds": options.rounds,
-        "rows": compare(options),
+        "packages": compare(options),
     }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

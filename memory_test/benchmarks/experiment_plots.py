@@ -27,7 +27,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "experiments"
 LINES = ("time", "memory", "memory_vs_time")
 BARS = ("overhead", "deferred_vs_immediate", "phases", "memory_breakdown")
 # One step in one backward pass, and one card: files beside those of series.
-EARLIER = ("2026-11-28_h200x2_one_pass_1b_later", "2026-11-28_h200_single_against_opacus")
+EARLIER = ("llama3-1b_h200x2_2026-11-28_one_pass_later", "llama3-1b_h200_2026-11-28_one_by_one")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Picture:
 def all_pictures() -> Iterator[Picture]:
     """Everything that is drawn."""
     yield from _of_groups("earlier", _earlier_results(), ("time", "overhead"))
-    for name, bundle in measured.bundles().items():
+    for name, bundle in measured.files().items():
         yield from _of_groups(name, bundle["results"], (*LINES, *BARS))
         for run in bundle["accuracy"]:
             title = f"one process against {run['ranks']}, {measured.short(run['device'])}"

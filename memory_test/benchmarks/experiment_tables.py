@@ -42,7 +42,7 @@ class Expectation:
 
 
 # End of the names of files in which deferred norms took as much memory as they liked.
-BEFORE_BUDGET = "x2_ghost_fsdp_1b"
+BEFORE_BUDGET = "_two_pass"
 SMALL, MIDDLE, LARGE = ("gpt2",), ("llama3-1b", "llama3-3b"), ("llama3-8b",)
 EXPECTED = (
     Expectation("< 500M", SMALL, 2048, 1.2, 1.2),
@@ -182,7 +182,7 @@ def groups_of(bundle: dict[str, Any]) -> list[Group]:
 def runs() -> str:
     """All runs of all series."""
     parts = []
-    for name, bundle in measured.bundles().items():
+    for name, bundle in measured.files().items():
         if not bundle["results"] and not bundle["failures"]:
             continue
         parts += [f"### {name}", f"{bundle['what']}. {_versions(bundle)}"]
@@ -210,7 +210,7 @@ def choices() -> str:
             r["num_gpus"],
             f"`{r['stands_for']}`",
         )
-        for bundle in measured.bundles().values()
+        for bundle in measured.files().values()
         for r in bundle["results"]
         if r.get("stands_for")
     ]  # fmt: skip
@@ -220,7 +220,7 @@ def choices() -> str:
 def norm_phases() -> str:
     """Phases of whole steps of the two Llama shapes."""
     parts = []
-    for name, bundle in measured.bundles().items():
+    for name, bundle in measured.files().items():
         for group in groups_of(bundle):
             if group.results[0]["model"] in (*MIDDLE, *LARGE):
                 parts += [f"{group.title} (`{name}`), ms:", phases_table(group)]
@@ -230,7 +230,7 @@ def norm_phases() -> str:
 def norm_shares() -> str:
     """Part of a step that is spent on norms, where they wait for the end of the backward pass."""
     rows = []
-    for name, bundle in measured.bundles().items():
+    for name, bundle in measured.files().items():
         for r in bundle["results"]:
             whole = sum(r["phases_ms"].get(phase, 0.0) for phase in PHASES)
             norms = r["phases_ms"].get("parallel_norms", 0.0)
@@ -251,7 +251,7 @@ def norm_cost() -> str:
          row["backend"], row["seq_length"], row["samples"], row["layers"],
          f"{row['local_ms']:.3f}", f"{row['reduction_ms']:.3f}", f"{row['total_ms']:.3f}",
          f"{row['reduction_ms'] / row['total_ms']:.1%}")
-        for bundle in measured.bundles().values()
+        for bundle in measured.files().values()
         for run in bundle["norms"]
         for row in run["rows"]
     ]  # fmt: skip
@@ -265,7 +265,7 @@ def accuracy() -> str:
          f"{run['ranks']} {measured.short(run['device'])}", f"{row['norm_error']:.1e}",
          f"{row['loss_error']:.1e}", f"{row['parameter_error']:.1e}",
          "agrees" if row["holds"] else "**differs**")
-        for bundle in measured.bundles().values()
+        for bundle in measured.files().values()
         for run in bundle["accuracy"]
         for row in run["rows"]
     ]  # fmt: skip
@@ -275,7 +275,7 @@ def accuracy() -> str:
 
 def profiles() -> str:
     """Kernels by kind, from ``torch_profile``."""
-    found = [run for bundle in measured.bundles().values() for run in bundle["profiles"]]
+    found = [run for bundle in measured.files().values() for run in bundle["profiles"]]
     kinds = [k for k in (found[0]["kernels"]["kinds_ms"] if found else ())
              if any(run["kernels"]["kinds_ms"][k] >= 0.05 for run in found)]  # fmt: skip
     rows = [
@@ -307,7 +307,8 @@ def _kind(name: str) -> str:
 
 def earlier() -> str:
     """Cells of the files before series, with their ratios to the non-private step."""
-    cells = [c for c in measured.all_cells() if c.call.split()[0] not in measured.bundles()]
+    series = {name for name, found in measured.files().items() if found["results"]}
+    cells = [c for c in measured.all_cells() if c.call.split()[0] not in series]
     rows = []
     for cell in cells:
         plain = measured.baseline(cell, cells)

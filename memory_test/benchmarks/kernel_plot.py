@@ -56,9 +56,11 @@ def main() -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(12, 4.5), width_ratios=(2, 1), layout="constrained"
     )
-    draw_width(left, found["width"])
-    draw_gram(right, found["gram"])
-    figure.suptitle(f"{found['card']}, bf16, Triton {found['triton']}, {found['date']}")
+    draw_width(left, [row for row in found["kernels"] if row["section"] == "width"])
+    draw_gram(right, [row for row in found["kernels"] if row["section"] == "gram"])
+    figure.suptitle(
+        f"{found['device']}, bf16, Triton {found['versions']['triton']}, {found['date'][:10]}"
+    )
     options.png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.png, dpi=110)
 

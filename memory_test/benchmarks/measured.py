@@ -1,21 +1,14 @@
-"""What ``memory_test/results`` holds, as cells that can be compared, whoever wrote the file.
-
-Files of a series (``collect_results.py``) lie in ``results/experiments``; beside that folder are
-those of ``steps.py`` and of scripts before it.
-"""
+"""What ``memory_test/results`` holds, as cells that can be compared, whoever wrote the file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from memory_test.common.results import is_bundle
+from memory_test.common import schema
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-SERIES = "experiments"  # the folder in it
+RESULTS = schema.RESULTS
 NON_PRIVATE = ("no_dp", "no_dp_single")
 OURS = "this package"
 
@@ -69,22 +62,17 @@ def _work(cell: Cell) -> tuple[Any, ...]:
     return cell.call, cell.gpus, cell.model, cell.batch, cell.tokens
 
 
-def bundles() -> dict[str, dict[str, Any]]:
-    """The files of series, by name."""
-    paths = sorted((RESULTS / SERIES).glob("*.json"))
-    found = {path.stem: json.loads(path.read_text()) for path in paths}
-    return {name: value for name, value in found.items() if is_bundle(value)}
+def files() -> dict[str, dict[str, Any]]:
+    """All files, by name; parts that a file lacks are empty."""
+    return {path.stem: found for path, found in schema.all_files(RESULTS)}
 
 
 def all_cells() -> list[Cell]:
     """All cells, file by file."""
-    cells = [
-        cell
-        for path in sorted(RESULTS.glob("*.json"))
-        for cell in _of_file(path.stem, json.loads(path.read_text()))
-    ]
-    for name, bundle in bundles().items():
-        cells += [_of_result(name, result) for result in bundle["results"]]
+    cells = []
+    for name, found in files().items():
+        cells += _of_steps(name, found)
+        cells += [_of_result(name, result) for result in found["results"]]
     return cells
 
 
@@ -139,12 +127,8 @@ def deferred_pairs() -> list[Pair]:
 
 def rounds_in_turn() -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of ``test_deferred_norm.py``, and the names of their files."""
-    for path in sorted(RESULTS.glob("*.json")):
-        found = json.loads(path.read_text())
-        rows = found.get("rows", []) if isinstance(found, dict) else []
-        yield from ((path.stem, row) for row in rows if "speedup" in row)
-    for name, bundle in bundles().items():
-        yield from ((name, row) for run in bundle["deferred"] for row in run["rows"])
+    for name, found in files().items():
+        yield from ((name, row) for run in found["deferred"] for row in run["rows"])
 
 
 def _in_turn(name: str, row: dict[str, Any]) -> Pair:
@@ -162,17 +146,6 @@ def _in_turn(name: str, row: dict[str, Any]) -> Pair:
         file=name,
         adapters=adapters,
     )
-
-
-def _of_file(name: str, found: Any) -> Iterator[Cell]:
-    if not isinstance(found, dict):
-        return
-    if "cells" in found:
-        yield from _of_steps(name, found)
-    elif "rows" in found:
-        for row in found["rows"]:
-            if "case" in row and "seq" in row and "ms" in row and not row.get("lora"):
-                yield _of_row(name, found, row)
 
 
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
@@ -197,27 +170,12 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
 
 
 def _kind(cell: dict[str, Any]) -> str:
-    words = ("leaves" * (cell["wrapping"] == "leaves"), "checkpointing" * cell["checkpointing"])
-    return "".join(f" {word}" for word in words if word)
-
-
-def _of_row(name: str, found: dict[str, Any], row: dict[str, Any]) -> Cell:
-    gpus = row.get("world", 1)
-    plain = row["case"] == "nondp"
-    package = "non-private" if plain else row.get("package", OURS)
-    return Cell(
-        call=f"{name} {row.get('call', '')}".strip(),
-        gpus=gpus,
-        card=short(row.get("card") or found.get("card", "")),
-        model=f"llama3-{row['model']}",
-        mode=("no_dp" if gpus > 1 else "no_dp_single") if plain else row["case"],
-        package=package,
-        batch=row["batch"],
-        tokens=row["seq"],
-        deferred=row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1",
-        ms=row["ms"],
-        peak_gb=row["peak_gb"],
+    words = (
+        "leaves" * (cell["wrapping"] == "leaves"),
+        "checkpointing" * cell["checkpointing"],
+        str(cell.get("call", "")),
     )
+    return "".join(f" {word}" for word in words if word)
 
 
 def _of_result(name: str, result: dict[str, Any]) -> Cell:

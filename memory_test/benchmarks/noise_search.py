@@ -1,6 +1,6 @@
 """How long `get_noise_multiplier` takes over the whole range of budgets.
 
-    python memory_test/benchmarks/noise_search.py > memory_test/results/noise_search.json
+    python memory_test/benchmarks/noise_search.py --output memory_test/results/NAME.json
 
 Every row says which noise multiplier was found in how many seconds of CPU time, and the epsilon of
 it, or the error that says why there is none.
@@ -8,15 +8,21 @@ it, or the error that says why there is none.
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from memory_test.common.results import write_json
+from memory_test.common.schema import head, versions
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 
+WHAT = "how long get_noise_multiplier takes over the whole range of budgets; seconds of CPU time"
 EPSILONS = (0.01, 1.0, 1000.0)
 DELTAS = (1e-2, 1e-5, 1e-15)
 RATES = (1e-7, 1e-3, 0.1, 1.0)
@@ -48,12 +54,15 @@ def measure(name: str, epsilon: float, delta: float, rate: float, steps: int) ->
 
 
 def main() -> None:
-    """Writes all rows as JSON, one a line."""
+    """Write all rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    output = parser.parse_args().output
     rows = []
     for case in itertools.product(("rdp", "prv", "pld"), EPSILONS, DELTAS, RATES, STEPS):
         rows.append(measure(*case))
         print(rows[-1], file=sys.stderr, flush=True)
-    print("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]")
+    write_json(output, {**head(WHAT, "", versions()), "noise": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ part, which is what one launch for many layers saves.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
@@ -28,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from memory_test.common.schema import head, versions
 from opacus.core.kernels.host.operands import Tile
 from opacus.core.kernels.norms import bias_and_affine as rows
 from opacus.core.kernels.norms import choice, clock, reference
@@ -415,15 +415,11 @@ def sweep() -> list[Row]:
 
 def about() -> Row:
     """What was measured on what."""
-    import triton
+    import triton  # its version is asked for
 
-    return {
-        "date": datetime.date.today().isoformat(),
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
+    found = {**versions(), "cuda": str(torch.version.cuda), "triton": triton.__version__}
+    what = "norm kernels against what they replace; median and quartiles of times on the device"
+    return {**head(what, torch.cuda.get_device_name(), found), "kernels": []}
 
 
 def show(row: Row) -> None:
@@ -454,7 +450,7 @@ def main() -> None:
     for name in () if options.sweep else options.sections:
         print(name)
         for row in SECTIONS[name]():
-            report.setdefault(name, []).append(row)
+            report["kernels"].append({"section": name, **row})
             show(row)
             write(report, options.out)
             torch.cuda.empty_cache()

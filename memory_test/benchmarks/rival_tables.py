@@ -21,11 +21,11 @@ INSTEAD = {"flash": "ghost", "ghost_bk": "ghost", "flash_bk": "ghost", "flash_fs
            "ghost_fsdp_bk": "ghost_fsdp", "flash_fsdp_bk": "ghost_fsdp"}  # fmt: skip
 # Calls with single backward passes under FSDP2, the oldest first; others follow by name.
 CALLS = (
-    "2026-11-28_h200x2_one_pass_1b_earlier",
-    "2026-11-28_h200x2_one_pass_1b",
-    "2026-11-28_h200x2_one_pass_1b_later",
-    "2026-11-28_h200x2",
-    "2026-11-28_h200x2_one_pass_1b_last",
+    "llama3-1b_h200x2_2026-11-28_one_pass_earlier",
+    "llama3-1b_h200x2_2026-11-28_one_pass",
+    "llama3-1b_h200x2_2026-11-28_one_pass_later",
+    "llama3-1b_h200x2_2026-11-28_series",
+    "llama3-1b_h200x2_2026-11-28_one_pass_last",
 )
 
 
@@ -145,7 +145,7 @@ def _file(cell: Cell) -> str:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix("2026-11-28_")
+    return name.removeprefix("llama3-1b_h200x2_")
 
 
 def _ratios(cell: Cell, cells: list[Cell]) -> tuple[float, float]:

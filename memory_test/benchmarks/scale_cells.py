@@ -1,6 +1,6 @@
 """Every measured cell that the cost model covers, and which package it measured.
 
-Reads all files of ``memory_test/results``, of ``steps.py``, of series and of earlier scripts.
+Reads all files of ``memory_test/results``, of ``steps.py`` and of series.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.common.results import is_bundle
+from memory_test.common.schema import PARTS
 from memory_test.scale import MODES as MODELLED
 from memory_test.scale import SHAPES, Run
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-SERIES = "experiments"  # the folder in it
 # Cells by which rates.json was fitted: file, mode, batch, tokens. Rates of the device were fitted
 # to a call whose file is not kept; the same cells of the next call are not counted as checks.
-FIRST = "2026-11-28_h200x2_one_pass_1b"
+FIRST = "llama3-1b_h200x2_2026-11-28_one_pass"
 LATER, LAST = f"{FIRST}_later", f"{FIRST}_last"
-BY_TURNS, IN_SERIES = "2026-11-28_h200x2_steps_deferred", "2026-11-28_h200x2"
+BY_TURNS = "llama3-1b_h200x2_2026-11-28_steps_deferred"
+IN_SERIES = "llama3-1b_h200x2_2026-11-28_series"
 FITTED = {
     (FIRST, "no_dp", 2, 8192), (FIRST, "no_dp", 4, 4096), (FIRST, "no_dp", 16, 1024),
     (FIRST, "no_dp", 16, 512), (FIRST, "ghost_fsdp_bk", 16, 1024),
     (FIRST, "ghost_fsdp_bk", 2, 8192),
-    ("2026-11-28_h100x2_ghost_fsdp_1b", "no_dp", 4, 4096),
+    ("llama3-1b_h100x2_2026-11-28_two_pass", "no_dp", 4, 4096),
     # Ratios of the host's time: of each call of today's package its smallest cell.
     (LATER, "ghost_fsdp_bk", 1, 1024), (IN_SERIES, "ghost_fsdp_bk", 1, 1024),
     (LAST, "ghost_fsdp_bk", 4, 1024),
@@ -39,9 +38,9 @@ FITTED = {
 }  # fmt: skip
 # Files of before noise was added by one kernel and a layer took less of the host's time.
 EARLIER_HOST = {
-    "2026-11-28_h100x2_ghost_fsdp_1b",
-    "2026-11-28_h200x2_ghost_fsdp_1b",
-    "2026-11-28_h200x2_one_pass_1b_earlier",
+    "llama3-1b_h100x2_2026-11-28_two_pass",
+    "llama3-1b_h200x2_2026-11-28_two_pass",
+    "llama3-1b_h200x2_2026-11-28_one_pass_earlier",
     FIRST,
 }
 # How much of the host's time a step took then, relative to the non-private step.
@@ -50,8 +49,8 @@ EARLIER_RATIOS = {"host_ratio_one_pass": 1.23, "host_ratio_one_pass_flash": 1.23
 # Files of before deferred norms kept to a twentieth of what is held: without a limit, or to a
 # twentieth of the whole device.
 EARLIER_DEFERRED = {
-    "2026-11-28_h100x2_ghost_fsdp_1b",
-    "2026-11-28_h200x2_ghost_fsdp_1b",
+    "llama3-1b_h100x2_2026-11-28_two_pass",
+    "llama3-1b_h200x2_2026-11-28_two_pass",
     IN_SERIES,
 }
 
@@ -95,53 +94,30 @@ class Measured:
         return waits and self.file in EARLIER_DEFERRED
 
 
-def all_files(folder: Path = RESULTS) -> list[Path]:
-    """The result files, series last."""
-    return [*sorted(folder.glob("*.json")), *sorted((folder / SERIES).glob("*.json"))]
-
-
 def cells_of(path: Path) -> Iterator[Measured]:
     """Cells of a file that the model covers: this package or non-private, FSDP2 or one card."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        return
-    if is_bundle(found):
-        yield from _of_series(path.stem, found)
-    elif "cells" in found:
-        yield from _of_steps(path.stem, found)
-    elif "rows" in found:
-        yield from _of_earlier(path.stem, found)
+    found = {**dict.fromkeys(PARTS, ()), **json.loads(path.read_text())}
+    yield from _of_steps(path.stem, found)
+    yield from _of_series(path.stem, found)
 
 
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
-    card = _card(found["device"])
     for cell in found["cells"]:
+        card = _card(found["device"])
         plain = cell["wrapping"] != "leaves" and not cell["lora_rank"]
         for row in cell["rows"]:
-            ours = row["package"] in ("this package", "torch") and row["status"] == "ok"
+            ours = not row["private"] or row["package"] == "this package"
+            ours = ours and row["status"] == "ok"
             ours = ours and not row.get("compiled", False)  # which is not modelled
             if not (card and plain and ours) or cell["model"] not in SHAPES:
                 continue
+            # Earlier scripts held the model's output in a variable; those of today do not.
             run = _run(cell["model"], found["world"], cell, row["mode"], row["deferred"],
-                       checkpointing=cell["checkpointing"])  # fmt: skip
+                       checkpointing=cell["checkpointing"],
+                       holds=cell.get("holds_logits", False))  # fmt: skip
             if run is not None:
-                yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"])
-
-
-def _of_earlier(name: str, found: dict[str, Any]) -> Iterator[Measured]:
-    for row in found["rows"]:
-        card = _card(row.get("card") or found.get("card", ""))
-        package = row.get("package", "")
-        other = "pip opacus" in package or "stored shards" in package or row.get("lora")
-        if other or "case" not in row or "ms" not in row or not card:
-            continue
-        mode = "no_dp" if row["case"] == "nondp" else row["case"]
-        deferred = row.get("env", {}).get("OPACUS_USE_DEFERRED_NORM") == "1"
-        cell = {"batch": row["batch"], "tokens": row["seq"]}
-        # These scripts held the model's output in a variable; those of today do not.
-        run = _run(f"llama3-{row['model']}", row.get("world", 1), cell, mode, deferred, holds=True)
-        if run is not None:
-            yield Measured(name, card, run, row["ms"], row["peak_gb"], row.get("call", 0))
+                yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"],
+                               cell.get("call", 0))  # fmt: skip
 
 
 def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
@@ -151,9 +127,8 @@ def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
         if not (card and plain) or result["model"] not in SHAPES:
             continue
         cell = {"batch": result["batch_size"], "tokens": result["seq_length"]}
-        mode = "no_dp" if result["mode"] == "no_dp_single" else result["mode"]
-        run = _run(result["model"], result["num_gpus"], cell, mode, bool(result["deferred"]),
-                   checkpointing=config["checkpointing"])  # fmt: skip
+        run = _run(result["model"], result["num_gpus"], cell, result["mode"],
+                   bool(result["deferred"]), checkpointing=config["checkpointing"])  # fmt: skip
         if run is not None:
             yield Measured(name, card, run, result["median_time_ms"], result["peak_memory_gb"])
 
@@ -168,6 +143,7 @@ def _run(
     checkpointing: bool = False,
     holds: bool = False,
 ) -> Run | None:
+    mode = "no_dp" if mode == "no_dp_single" else mode
     if mode not in MODELLED or (world == 1 and mode != "no_dp"):
         return None
     return Run(SHAPES[model], world, cell["tokens"], cell["batch"], mode, checkpointing, deferred,

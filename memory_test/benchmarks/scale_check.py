@@ -25,11 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from memory_test.benchmarks.scale_cells import (
     EARLIER_RATIOS,
-    RESULTS,
     Measured,
-    all_files,
     cells_of,
 )
+from memory_test.common.schema import RESULTS, all_files
 from memory_test.scale import SHAPES, Rates, Run, predict, rates_of
 
 TOLERANCE = 0.15
@@ -75,8 +74,8 @@ class Compared:
 
 
 def compare_all(folder: Path = RESULTS) -> list[Compared]:
-    """All measured cells that the model covers, file by file, series last."""
-    return [one for path in all_files(folder) for one in compare_file(path)]
+    """All measured cells that the model covers, file by file."""
+    return [one for path, _ in all_files(folder) for one in compare_file(path)]
 
 
 def compare_file(path: Path) -> list[Compared]:

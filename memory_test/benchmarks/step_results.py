@@ -1,85 +1,21 @@
-"""The result file of ``steps.py``: its layout, its check, and its table.
-
-A file holds ``HEAD``; each of its cells ``CELL``; each row of a cell ``ROW`` and, if its status is
-``"ok"``, ``MEASURED``, and ``RATIOS`` if the non-private step of its cell was measured.
-"""
+"""The part ``cells`` of result files, which ``steps.py`` writes: its rows and its table."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from memory_test.benchmarks.cases import EAGER, OTHER_TARGETS, TARGETS, Cell
 from memory_test.benchmarks.step_timing import Taken
 from memory_test.common.failures import UsageError
-
-NUMBER = (int, float)
-LAYOUT = "steps/1"
-HEAD: dict[str, Any] = {
-    "layout": str, "what": str, "date": str, "device": str, "device_memory_gb": (int, float, None),
-    "world": int, "versions": dict, "environment": dict, "command": list, "plan": dict,
-    "cells": list,
-}  # fmt: skip
-CELL: dict[str, Any] = {
-    "model": str, "parameters": int, "trainable_parameters": int, "batch": int, "tokens": int,
-    "wrapping": str, "lora_rank": int, "checkpointing": bool, "dtype": str, "rows": list,
-}  # fmt: skip
-ROW: dict[str, Any] = {
-    "mode": str, "deferred": bool, "private": bool, "package": str, "status": str, "checks": list,
-}  # fmt: skip
-MEASURED: dict[str, Any] = {
-    "ms": dict, "peak_gb": NUMBER,
-}  # fmt: skip
-RATIOS: dict[str, Any] = {"ratio": NUMBER, "ratio_quartiles": list, "memory_ratio": NUMBER}
-STATUSES = ("ok", "refused", "out_of_memory")
-
-
-def check_file(found: Any) -> list[str]:
-    """What is wrong with the content of a result file; an empty list if nothing."""
-    if not isinstance(found, dict) or found.get("layout") != LAYOUT:
-        return [f"is not of the layout {LAYOUT}"]
-    wrong = _lacking(found, HEAD, "file")
-    for number, cell in enumerate(found.get("cells", ())):
-        wrong += _lacking(cell, CELL, f"cell {number}")
-        rows = cell.get("rows", ())
-        compared = any(r.get("mode") == EAGER and r.get("status") == "ok" for r in rows)
-        for row in rows:
-            where = f"cell {number}, {row.get('mode')}"
-            wrong += _lacking(row, ROW, where)
-            wrong += _wrong_row(row, where, compared)
-    return wrong
-
-
-def _wrong_row(row: dict[str, Any], where: str, compared: bool) -> list[str]:
-    status = row.get("status")
-    if status not in STATUSES:
-        return [f"{where}: status is {status!r}"]
-    if status != "ok":
-        return [f"{where}: {status}, but has times"] if "ms" in row else []
-    wrong = _lacking(row, MEASURED | (RATIOS if compared else {}), where)
-    ours = row.get("private") and row.get("package") == "this package"
-    if ours and not (row.get("checks") and all(c.get("holds") for c in row["checks"])):
-        wrong.append(f"{where}: reported without a check that holds")
-    return wrong
-
-
-def _lacking(found: dict[str, Any], kinds: dict[str, Any], where: str) -> list[str]:
-    wrong = []
-    for key, kind in kinds.items():
-        kinds_of = tuple(k for k in (kind if isinstance(kind, tuple) else (kind,)) if k)
-        none = isinstance(kind, tuple) and None in kind
-        if key not in found:
-            wrong.append(f"{where}: lacks {key}")
-        elif not isinstance(found[key], kinds_of) and not (none and found[key] is None):
-            wrong.append(f"{where}: {key} is a {type(found[key]).__name__}")
-    return wrong
+from memory_test.common.schema import check_file
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file.
+    """A result file with cells.
 
     Raises:
         UsageError: It is none.
@@ -88,17 +24,10 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
-    if wrong := check_file(found):
+    wrong = check_file(found) or ([] if "cells" in found else ["has no cells"])
+    if wrong:
         raise UsageError(f"{path}: {'; '.join(wrong[:3])}")
     return found
-
-
-def all_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The result files of ``steps.py`` in a folder, by name, with their content as it is."""
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict) and found.get("layout") == LAYOUT:
-            yield path, found
 
 
 def rows_of(taken: Sequence[Taken], package: str = "this package") -> list[dict[str, Any]]:

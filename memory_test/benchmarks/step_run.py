@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
 from dataclasses import asdict
@@ -16,12 +15,13 @@ import torch
 from memory_test.benchmarks.cases import Cell, Suite, Way
 from memory_test.benchmarks.contenders import Recipe, plain_model
 from memory_test.benchmarks.step_check import Check
-from memory_test.benchmarks.step_results import LAYOUT, label, ratios, rows_of, title
+from memory_test.benchmarks.step_results import label, ratios, rows_of, title
 from memory_test.benchmarks.step_timing import Plan, measure_cell
 from memory_test.common.launch import Runtime
 from memory_test.common.modes import resolve_mode
 from memory_test.common.reference import check_folder, measure_with
 from memory_test.common.results import prepare_folder, write_json
+from memory_test.common.schema import head, versions
 
 SCRIPT = Path(__file__).with_name("steps.py")
 WHAT = "one whole training step: zero_grad, forward, backward, optimizer step (SGD)"
@@ -130,30 +130,15 @@ def _describe(recipe: Recipe, cell: Cell) -> dict[str, Any]:
 def _head(plan: Plan, runtime: Runtime) -> dict[str, Any]:
     cuda = runtime.device.type == "cuda"
     memory = torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None
+    name = torch.cuda.get_device_name() if cuda else ""
     return {
-        "layout": LAYOUT,
-        "what": WHAT,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
+        **head(WHAT, name, versions(), runtime.world_size),
         "device_memory_gb": round(memory / 2**30, 1) if memory else None,
-        "world": runtime.world_size,
-        "versions": _versions(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith("OPACUS_")},
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "plan": asdict(plan),
         "cells": [],
     }
-
-
-def _versions() -> dict[str, str]:
-    import opacus
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found["opacus"] = opacus.__version__
-    for name in ("transformers", "peft", "triton"):
-        if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
-    return found
 
 
 def _line(row: dict[str, Any]) -> str:

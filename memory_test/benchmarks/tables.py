@@ -26,11 +26,12 @@ from memory_test.benchmarks import (
     step_results,
     turn_tables,
 )
+from memory_test.common import schema
 from memory_test.common.results import write_text
 from memory_test.scale import SHAPES, Run, predict, rates_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = scale_check.RESULTS
+RESULTS = schema.RESULTS
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
@@ -51,8 +52,9 @@ TOKENS = 8192
 def steps_table() -> str:
     """All result files of ``steps.py``."""
     parts = []
-    for path, _ in step_results.all_in(RESULTS):
-        parts.append(f"`{path.name}`: {step_results.markdown(step_results.read(path))}")
+    for path, found in schema.all_files(RESULTS):
+        if found["cells"] and "unchecked" not in found:
+            parts.append(f"`{path.name}`: {step_results.markdown(step_results.read(path))}")
     return "\n".join(parts) or "No result file of `steps.py` is committed yet.\n"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from memory_test.benchmarks import step_results
 from memory_test.benchmarks.cases import DEFERRED
+from memory_test.common import schema
 from memory_test.common.comparison import table
 
 # What is divided by what.
@@ -27,7 +28,9 @@ PAIRS = (
 def step_ratios(cell: dict[str, Any], over: str, under: str) -> list[float]:
     """Time of the n-th step of ``over`` in that of ``under``; nothing if one was not measured."""
     times = {
-        step_results.label(row): row["ms"]["all"] for row in cell["rows"] if row["status"] == "ok"
+        step_results.label(row): row["ms"]["all"]
+        for row in cell["rows"]
+        if row["status"] == "ok" and "all" in row["ms"]
     }
     if over not in times or under not in times:
         return []
@@ -37,7 +40,7 @@ def step_ratios(cell: dict[str, Any], over: str, under: str) -> list[float]:
 def turns_table(folder: Path) -> str:
     """Each cell of each file of ``folder`` in which modes of ``PAIRS`` took turns."""
     head = ["file", "cell", "steps", *(f"`{a}` / `{b}`" for a, b in PAIRS)]
-    rows = [row for path, found in step_results.all_in(folder) for row in _rows(path.stem, found)]
+    rows = [row for path, found in schema.all_files(folder) for row in _rows(path.stem, found)]
     return table(head, rows) + "\n"
 
 

@@ -21,6 +21,7 @@ from memory_test.common.models import ModelRequest, build_model, vocabulary
 from memory_test.common.modes import RunMode, resolve_mode
 from memory_test.common.phases import PHASES, PhaseClock, collective_times, watch_private_step
 from memory_test.common.results import time_summary
+from memory_test.common.schema import versions
 from memory_test.common.tasks import criterion_for, loss_of, random_batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -318,18 +319,3 @@ def description(runtime: Runtime) -> dict[str, Any]:
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what was measured."""
-    import sys
-
-    import opacus
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found["opacus"] = opacus.__version__
-    for name in ("transformers", "peft", "triton", "flash_attn"):
-        module = sys.modules.get(name)
-        if module is not None:
-            found[name] = str(getattr(module, "__version__", "?"))
-    return found

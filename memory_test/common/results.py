@@ -12,48 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from memory_test.common.failures import StorageError, UsageError
-
-NUMBER = (int, float)
-# Layout of a file that holds the results of a series.
-BUNDLE = "experiments 1"
-# What a result always has; a list of numbers is checked by its first element.
-SCHEMA: dict[str, Any] = {
-    "status": str,
-    "mode": str,
-    "model": str,
-    "task": str,
-    "seq_length": int,
-    "batch_size": int,
-    "total_batch_size": int,
-    "num_gpus": int,
-    "num_processes": int,
-    "deferred": bool,
-    "peak_memory_mb": NUMBER,
-    "peak_memory_gb": NUMBER,
-    "avg_time_ms": NUMBER,
-    "median_time_ms": NUMBER,
-    "min_time_ms": NUMBER,
-    "max_time_ms": NUMBER,
-    "times_ms": list,
-    "phases_ms": dict,
-    "collectives_ms": dict,
-    "memory_mb": dict,
-    "config": dict,
-    "device": str,
-    "versions": dict,
-    "date": str,
-}
+from memory_test.common.schema import RESULT, is_result_file, lacking
 
 
 def check_result(result: Any) -> list[str]:
-    """What is wrong with a result; an empty list if nothing."""
-    if not isinstance(result, dict):
-        return ["is no JSON object"]
-    wrong = [f"lacks {key}" for key in SCHEMA if key not in result]
-    for key, kind in SCHEMA.items():
-        if key in result and not isinstance(result[key], kind):
-            wrong.append(f"{key} is a {type(result[key]).__name__}")
-    return wrong
+    """What is wrong with a step of a series; an empty list if nothing."""
+    return ["is no JSON object"] if not isinstance(result, dict) else lacking(result, RESULT)
 
 
 def time_summary(times_ms: list[float]) -> dict[str, Any]:
@@ -117,15 +81,10 @@ def failure_path(output: Path) -> Path:
     return output.with_suffix(".failure.json")
 
 
-def is_bundle(found: Any) -> bool:
-    """Whether a JSON value is what ``collect_results.py`` writes."""
-    return isinstance(found, dict) and found.get("layout") == BUNDLE
-
-
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """All results below a folder, the failures, and what could not be read.
 
-    Files of :data:`BUNDLE` layout hold many of them.
+    Files of the layout of :mod:`memory_test.common.schema` hold many of them.
 
     Raises:
         UsageError: There is no such folder.
@@ -139,9 +98,9 @@ def read_results(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
         except (OSError, ValueError) as error:
             unread.append(f"{path}: {error}")
             continue
-        if is_bundle(found):
-            results += [{**r, "file": str(path)} for r in found["results"]]
-            failures += [{**f, "file": str(path)} for f in found["failures"]]
+        if is_result_file(found):
+            results += [{**r, "file": str(path)} for r in found.get("results", ())]
+            failures += [{**f, "file": str(path)} for f in found.get("failures", ())]
         elif isinstance(found, dict) and found.get("status") == "failed":
             failures.append({**found, "file": str(path)})
         elif wrong := check_result(found):

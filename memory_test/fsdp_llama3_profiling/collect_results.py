@@ -1,6 +1,6 @@
 """Put all that was measured below a folder into one file, to be committed.
 
-    python collect_results.py --input-dir results --output ../results/experiments/DATE_CARDS.json
+    python collect_results.py --input-dir results --output ../results/MODEL_CARDS_DATE_WHAT.json
 
 Takes results and failures of ``single_experiment.py``, and what ``test_deferred_norm.py``,
 ``test_accuracy_comparison.py``, ``benchmark_norm_parallel.py`` and ``profiling_script.py`` left
@@ -20,13 +20,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from memory_test.common.failures import StorageError, UsageError, describe
 from memory_test.common.results import (
-    BUNDLE,
     check_result,
     failure_path,
-    is_bundle,
     prepare_folder,
     write_json,
 )
+from memory_test.common.schema import head, is_result_file
 
 ROOT = Path(__file__).resolve().parents[2]
 # Keys of the file, and where else each kind of result is recognised by.
@@ -77,7 +76,7 @@ def collect(folder: Path) -> tuple[dict[str, list[Any]], list[str]]:
         except (OSError, ValueError) as error:
             others.append(f"{path}: {error}")
             continue
-        if is_bundle(found):
+        if is_result_file(found):
             for part in PARTS:
                 parts[part] += found.get(part, [])
         elif (part := part_of(found)) is None:
@@ -95,6 +94,16 @@ def _result_of(failure: Path) -> str:
     return failure.name.removesuffix(suffix) + ".json"
 
 
+def _head(what: str, parts: dict[str, list[Any]]) -> dict[str, Any]:
+    """What the rows say together of when and where they were measured."""
+    rows = [row for name in PARTS for run in parts[name] for row in (run, *run.get("rows", ()))]
+    found = {k: v for row in rows for k, v in row.get("versions", {}).items()}
+    device = next((row["device"] for row in rows if "device" in row), "")
+    world = max((row.get("num_processes", 1) for row in rows), default=1)
+    dates = [row["date"] for row in rows if "date" in row]
+    return {**head(what, device, found, world), **({"date": max(dates)} if dates else {})}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -105,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prepare_folder(args.output)
         parts, others = collect(args.input_dir)
-        write_json(args.output, {"layout": BUNDLE, "what": args.what, **parts})
+        write_json(args.output, {**_head(args.what, parts), **parts})
     except (UsageError, StorageError) as error:
         print(error, file=sys.stderr)
         return describe(error).exit_code

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.record.recorder import Recorder
+from opacus.grad_sample._guards import Guards
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, say_what_is_unheld
 
 
 class HeldParameters(AbstractGradSampleHooks):
-    """The part of the hooks that knows of the optimizer and of unfreezing.
+    """The part of the hooks that knows of the optimizer: what it holds, and what it allows.
 
     Attributes:
         _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
@@ -24,6 +25,7 @@ class HeldParameters(AbstractGradSampleHooks):
     _held: frozenset[str] | None = None
     _untapped: list[tuple[str, nn.Parameter]]
     _recorder: Recorder
+    _guards: Guards
     _strategy: Any
     hooks_enabled: bool
     grad_accumulation_allowed: bool
@@ -32,10 +34,6 @@ class HeldParameters(AbstractGradSampleHooks):
     @abstractmethod
     def add_hooks(self, *, loss_reduction: str, batch_first: bool, force_functorch: bool) -> None:
         """Tap every layer that owns a trainable parameter."""
-
-    @abstractmethod
-    def _is_sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters."""
 
     def hold_only(self, parameters: Iterable[Tensor]) -> None:
         """Record these parameters alone; the others count as frozen.
@@ -51,6 +49,7 @@ class HeldParameters(AbstractGradSampleHooks):
 
     def _mark_unheld(self) -> list[str]:
         """Layers leave out what the optimizer does not hold; returns its names."""
+        self._guards.hold(self._held)
         if self._held is None:
             return []
         left: list[str] = []
@@ -71,7 +70,7 @@ class HeldParameters(AbstractGradSampleHooks):
             return
         if self._held is not None and not self._held.issuperset(name for name, _ in new):
             self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
-        if self._is_sharded():
+        if self._guards.sharded():
             self._refuse_unfrozen("FSDP2 has set up its gradients without them")
         accumulation, strategy = self.grad_accumulation_allowed, self._strategy
         self.remove_hooks()
@@ -98,3 +97,15 @@ class HeldParameters(AbstractGradSampleHooks):
             f"parameters {names[:5]} were made trainable after make_private, and nothing would "
             f"clip them: {advice}, or freeze them, or make them trainable before make_private"
         )
+
+    # --- policy ---
+
+    def forbid_grad_accumulation(self) -> None:
+        """Make a second backward pass without ``zero_grad`` in between a ValueError."""
+        self.grad_accumulation_allowed = False
+        self._strategy.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        """Let several backward passes accumulate (not sound with Poisson sampling)."""
+        self.grad_accumulation_allowed = True
+        self._strategy.accumulation_allowed = True

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.ledger import add_rows
-from opacus.core.platform.sharded import is_dtensor, is_fsdp
-from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients, refuse_hooks
 from opacus.core.record.layers import Layer, layers_of
-from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
-from opacus.core.rules.mixing import MixingCheck, mixes_samples
-from opacus.core.step.auto import Choice
 from opacus.core.sums.materialise import Materialise
-from opacus.grad_sample._held import HeldParameters
+from opacus.grad_sample._guards import Guards
 from opacus.grad_sample._samplers import Sampler, choose_rule
+from opacus.grad_sample._units import NamedByUser
 from opacus.grad_sample.functorch import SampleGradient
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
@@ -64,7 +55,7 @@ def promote_current_grad_sample(p: nn.Parameter) -> None:
     del p._current_grad_sample  # type: ignore[attr-defined]
 
 
-class GradSampleHooks(HeldParameters):
+class GradSampleHooks(NamedByUser):
     """Hooks that give each parameter ``grad_sample`` ``[B, *shape]`` in the backward pass.
 
     The module is not wrapped. Each layer that owns a trainable parameter is tapped;
@@ -85,10 +76,6 @@ class GradSampleHooks(HeldParameters):
 
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
     _sees_loss: ClassVar[bool] = False  # whether the criterion is ours
-    # What grad_sample_mode="auto" stood for, if that is what was asked for.
-    auto_choice: Choice | None = None
-    # Argument of the model that says whose each row is; ``None``: row i is sample i.
-    privacy_unit: str | None = None
 
     def __init__(
         self,
@@ -135,7 +122,7 @@ class GradSampleHooks(HeldParameters):
         self._recorder = Recorder(
             self._module,
             self._layers(force_functorch),
-            self._on_record,
+            self._sink(),
             batch_first=batch_first,
         )
         for layer in self._recorder.layers:
@@ -144,10 +131,10 @@ class GradSampleHooks(HeldParameters):
                 module.ft_compute_sample_grad = SampleGradient(
                     module, batch_first, self._recorder.paused
                 )
+        self._guards = Guards(
+            self._module, self._recorder, strict=self._strict, sees_loss=self._sees_loss
+        )
         self._strategy = self._make_strategy()
-        self._sharding_is_known = self._is_sharded()
-        self._foreign = self._watch_parameters()
-        self._mixing = MixingCheck(self._module if self._strict else nn.Identity())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
@@ -163,32 +150,11 @@ class GradSampleHooks(HeldParameters):
         self.enable_hooks()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self.hooks_enabled:
-            self._mixing.check()
-        self._refuse_late_sharding()
+        self._guards.check(self.hooks_enabled)
         if self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
-
-    # --- late changes ---
-
-    def _refuse_late_sharding(self) -> None:
-        """In the first forward: raise if the parameters have been replaced by sharded ones."""
-        if self._sharding_is_known:
-            return
-        if self._is_sharded():
-            raise RuntimeError(
-                "the model was sharded after make_private, which gave it parameters that the "
-                "optimizer does not hold and that get no noise: shard it first, build the "
-                "optimizer from its parameters, then call make_private"
-            )
-        self._sharding_is_known = True
-
-    def _is_sharded(self) -> bool:
-        layers = self._recorder.layers
-        held = (layer.parameter(name) for layer in layers for name in layer.spec.params)
-        return is_fsdp(self._module) or any(is_dtensor(p) for p in held)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         def choose(module: nn.Module) -> Any:
@@ -199,29 +165,6 @@ class GradSampleHooks(HeldParameters):
 
     def _make_strategy(self) -> Any:
         return Materialise(self.loss_reduction)
-
-    def _watch_parameters(self) -> ForeignGradients | None:
-        """What notices gradients that came past the layers, where the strategy does not."""
-        if self._sees_loss:  # it knows when a step's backward pass begins and ends
-            return None
-        named = self._module.named_parameters()
-        return ForeignGradients([(n, p) for n, p in named if p.requires_grad], self._refuse)
-
-    def _refuse(self, names: list[str]) -> None:
-        """Parameters have received gradients from autograd: fine if none of them is private now.
-
-        Raises:
-            RuntimeError: They are; all gradients are dropped.
-        """
-        recorder, held = self._recorder, self._held
-        names = [name for name in names if held is None or name in held]
-        private = bool(names) and recorder.enabled and not recorder.probed
-        if not private or not any(layer.module.training for layer in recorder.layers):
-            return
-        self.set_grad_sample_to_none()
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        raise foreign_gradients(names)
 
     def _make_isolation(self, **how: Any) -> Isolation:
         """What checks that samples do not depend on each other."""
@@ -239,8 +182,7 @@ class GradSampleHooks(HeldParameters):
         """Take all hooks off the module; nothing of them is left on it."""
         self.disable_hooks()
         self._recorder.remove()
-        if self._foreign is not None:
-            self._foreign.remove()
+        self._guards.remove()
         for layer in self._recorder.layers:
             layer.module.__dict__.pop("ft_compute_sample_grad", None)
         for owner in (self, self._module):
@@ -255,21 +197,6 @@ class GradSampleHooks(HeldParameters):
         """Record forward and backward passes (again)."""
         self.hooks_enabled = True
         self._recorder.enabled = True
-
-    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
-        """Modules below ``module`` (itself included) that own trainable parameters."""
-        for submodule in module.modules():
-            if any(p.requires_grad for p in submodule.parameters(recurse=False)):
-                yield submodule
-
-    def capture_activations_hook(
-        self, module: nn.Module, forward_input: Any, _forward_output: Any
-    ) -> Any:
-        """Tap the output of one layer; returns the output to go on with."""
-        for layer in self._recorder.layers:
-            if layer.module is module and self._recorder.active(module):
-                return self._recorder.tap(layer, tuple(forward_input), {}, _forward_output)
-        return _forward_output
 
     def capture_backprops_hook(
         self,
@@ -288,142 +215,40 @@ class GradSampleHooks(HeldParameters):
             loss_reduction: ``"mean"`` or ``"sum"``.
             batch_first: Where activations have the batch; records are batch first.
         """
+        self._receive(_forward_input)
+
+    def _receive(self, record: Record) -> None:
+        """A layer's backward has run: what the recorder calls."""
         if not self.hooks_enabled:
             return
-        if not _forward_input.layer.rule.needs_parameters:
-            self._strategy.receive(_forward_input)
+        if not record.layer.rule.needs_parameters:
+            self._strategy.receive(record)
             return
         with self._recorder.paused():  # such a rule may run the layer again
-            self._strategy.receive(_forward_input)
+            self._strategy.receive(record)
 
-    def _on_record(self, record: Record) -> None:
-        if not self._sees_loss:
-            if not trains():
-                return  # other gradients than the parameters', by torch.autograd.grad
-            layer = record.layer
-            held = [(layer.owners[name], layer.parameter(name)) for name in record.spec.params]
-            own = [(name, p) for name, p in held if p is not None]
-            refuse_hooks(own)
-        self.capture_backprops_hook(
-            record.layer.module,
-            record,
-            (record.backprops,),
-            loss_reduction=self.loss_reduction,
-            batch_first=self.batch_first,
-        )
+    def _sink(self) -> Callable[[Record], None]:
+        """Where records go: by a subclass's :meth:`capture_backprops_hook`, if it has its own."""
+        return self._by_hook if self._watched() else self._receive
 
-    def rearrange_grad_samples(
-        self, *, module: nn.Module, backprops: Tensor, loss_reduction: str, batch_first: bool
-    ) -> Tensor:
-        """Backprops with the batch first and without the factor 1/B of a mean loss."""
-        if not batch_first and backprops.dim() > 1:
-            backprops = backprops.transpose(0, 1)
-        if loss_reduction == "mean":
-            backprops = backprops * backprops.shape[0]
-        elif loss_reduction != "sum":
-            raise ValueError(
-                f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported"
-            )
-        return backprops
+    def _watched(self) -> bool:
+        """Whether a subclass looks at records."""
+        return type(self).capture_backprops_hook is not GradSampleHooks.capture_backprops_hook
 
-    def explain(self) -> str:
-        """Which mode ``grad_sample_mode="auto"`` has chosen, and why.
-
-        Raises:
-            RuntimeError: Another mode was asked for: there is nothing to explain.
-        """
-        if self.auto_choice is None:
-            raise RuntimeError(
-                "there is a plan in the *_bk modes only, for each step that was run, and a choice "
-                "to explain with grad_sample_mode='auto'"
-            )
-        return str(self.auto_choice)
-
-    def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Take the names of units from the model's arguments, if there are any."""
-        key, recorder = self.privacy_unit, self._recorder
-        trains = key is not None and recorder.active(self._module)
-        if key is None or not (trains or gives_units(key, args, kwargs)):
-            return args, kwargs  # in evaluation nobody's units matter
-        args, kwargs, names = take_units(key, args, kwargs)
-        recorder.named = None
-        if trains:
-            recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
-            self._check_unit_ranks(key, recorder.named.names)
-        return args, kwargs
-
-    def _check_unit_ranks(self, key: str, names: Tensor) -> None:
-        """Refuse a unit of which several ranks have rows: each would clip its own part.
-
-        Raises:
-            ValueError: On all ranks.
-        """
-        if key in DOCUMENTS or not (dist.is_available() and dist.is_initialized()):
-            return
-        if getattr(self, "data_layout", "sharded") == "replicated":
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, names.tolist())
-        seen = Counter(name for own in everyone for name in own)
-        twice = sorted(name for name, count in seen.items() if count > 1)
-        if twice:
-            raise ValueError(
-                f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "
-                "clip its own part only: let all rows of a unit be on one rank"
+    def _by_hook(self, record: Record) -> None:
+        if self._sees_loss or trains():
+            self.capture_backprops_hook(
+                record.layer.module,
+                record,
+                (record.backprops,),
+                loss_reduction=self.loss_reduction,
+                batch_first=self.batch_first,
             )
 
     @property
     def latest_batch(self) -> int | None:
         """Number of samples of the latest forward pass, where its inputs tell."""
         return self._recorder.latest_batch
-
-    # --- policy ---
-
-    def forbid_grad_accumulation(self) -> None:
-        """Make a second backward pass without ``zero_grad`` in between a ValueError."""
-        self.grad_accumulation_allowed = False
-        self._strategy.accumulation_allowed = False
-
-    def allow_grad_accumulation(self) -> None:
-        """Let several backward passes accumulate (not sound with Poisson sampling)."""
-        self.grad_accumulation_allowed = True
-        self._strategy.accumulation_allowed = True
-
-    @classmethod
-    def is_supported(cls, module: nn.Module) -> bool:
-        """Deprecated: every layer is supported, by the generic rule if by no other."""
-        warnings.warn(
-            "GradSampleModule.is_supported is deprecated: every layer is supported.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return True
-
-    @classmethod
-    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-        """Modules that share statistics between samples, which no clipping can undo.
-
-        A frozen BatchNorm in eval mode, with running statistics, does not.
-
-        Args:
-            module: The module to check.
-            strict: Raise instead of returning the errors.
-
-        Raises:
-            NotImplementedError: ``strict`` and there are errors; it names the modules.
-        """
-        errors = [
-            NotImplementedError(
-                f"Model contains a layer that mixes samples or keeps statistics of them "
-                f"({name}: {submodule}); use ModuleValidator.fix(model) to replace it, or, if it "
-                "is frozen, put it in eval mode"
-            )
-            for name, submodule in module.named_modules()
-            if _mixes_samples(submodule)
-        ]
-        if strict and errors:
-            raise NotImplementedError(errors)
-        return errors
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
@@ -432,33 +257,3 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     Attributes of the wrapped module are reachable through the wrapper; names in
     ``state_dict`` have the prefix ``_module.``.
     """
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-    ) -> None:
-        nn.Module.__init__(self)
-        GradSampleHooks.__init__(
-            self,
-            m,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            strict=strict,
-            force_functorch=force_functorch,
-        )
-        self.grad_accumulation_hook = None
-
-
-def _mixes_samples(module: nn.Module) -> bool:
-    """Whether a layer does so, or, as it is trained, would in the train mode that is to come."""
-    if mixes_samples(module):
-        return True
-    batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-    tracking = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
-    trainable = any(p.requires_grad for p in module.parameters(recurse=False))
-    return trainable and (batch_norm or (tracking and bool(module.track_running_stats)))

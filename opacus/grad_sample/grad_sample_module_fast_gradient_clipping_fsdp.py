@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.isolation.check import Isolation
-from opacus.core.norms.ledger import total_norms
 from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import (
@@ -158,20 +157,10 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     # --- one step ---
 
-    def capture_backprops_hook(
-        self,
-        module: nn.Module,
-        _forward_input: Record,
-        forward_output: Any,
-        loss_reduction: str,
-        batch_first: bool,
-    ) -> None:
-        """See :meth:`GradSampleHooksFastGradientClipping.capture_backprops_hook`."""
-        phase, layer = self._strategy.phase, _forward_input.layer
+    def _receive(self, record: Record) -> None:
+        phase, layer = self._strategy.phase, record.layer
         if phase is Phase.IDLE or self._shares is None or self._shares.has(layer):
-            super().capture_backprops_hook(
-                module, _forward_input, forward_output, loss_reduction, batch_first
-            )
+            super()._receive(record)
         if phase is Phase.SUM:
             self._unreached.fill(layer)
 
@@ -210,16 +199,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             RuntimeError: There was no norm pass.
         """
         norms = super().compute_all_norms_parallel()
-        self._reached = set(self._norm_sq)
+        self._reached = set(self._norms.by_name)
         if self._shares is None:
             return norms
         with torch.no_grad():
-            self._norm_sq = self._shares.whole(self._norm_sq, len(norms), norms.device)
+            norm_sq = self._shares.whole(self._norms.by_name, len(norms), norms.device)
             with part(FINAL_COMPUTE):
-                batch, device = len(norms), norms.device
-                self._per_sample_gradient_norms = total_norms(self._norm_sq, batch, device)
-                self._publish(self._norm_sq)
-        return self.per_sample_gradient_norms
+                return self._norms.take(norm_sq, len(norms), norms.device)
 
     def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
@@ -271,38 +257,6 @@ class GradSampleModuleFastGradientClippingFSDP(
     GradSampleHooksFastGradientClippingFSDP, AbstractGradSampleModule
 ):
     """Wrapper module with :class:`GradSampleHooksFastGradientClippingFSDP`; same arguments."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float = 1,
-        use_ghost_clipping: bool = True,
-        deferred_norm: bool | None = None,
-        book_keeping: bool = False,
-        kernels: str = "reference",
-        data_layout: str = "auto",
-    ) -> None:
-        nn.Module.__init__(self)
-        GradSampleHooksFastGradientClippingFSDP.__init__(
-            self,
-            m,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            strict=strict,
-            force_functorch=force_functorch,
-            max_grad_norm=max_grad_norm,
-            use_ghost_clipping=use_ghost_clipping,
-            deferred_norm=deferred_norm,
-            book_keeping=book_keeping,
-            kernels=kernels,
-            data_layout=data_layout,
-        )
-        self.grad_accumulation_hook = None
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -82,29 +82,3 @@ class GradSampleModuleFastGradientClippingTP(
     GradSampleHooksFastGradientClippingTP, AbstractGradSampleModule
 ):
     """Wrapper module with :class:`GradSampleHooksFastGradientClippingTP`; same arguments."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float = 1,
-        use_ghost_clipping: bool = True,
-        deferred_norm: bool | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        GradSampleHooksFastGradientClippingTP.__init__(
-            self,
-            m,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            strict=strict,
-            force_functorch=force_functorch,
-            max_grad_norm=max_grad_norm,
-            use_ghost_clipping=use_ghost_clipping,
-            deferred_norm=deferred_norm,
-        )
-        self.grad_accumulation_hook = None

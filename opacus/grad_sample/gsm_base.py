@@ -109,6 +109,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         loss_reduction: See :class:`AbstractGradSampleHooks`.
     """
 
+    privacy_unit: str | None = None
+
     def __init__(
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
     ) -> None:
@@ -125,7 +127,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
             RuntimeError: What the module raised; for an empty batch it says what to change.
         """
         self._follow_unfreezing()
-        args, kwargs = self._name_units(args, kwargs)
+        if self.privacy_unit is not None:
+            args, kwargs = self._name_units(args, kwargs)
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:

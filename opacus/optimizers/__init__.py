@@ -15,6 +15,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
 from opacus.optimizers.fsdpoptimizer_fast_gradient_clipping import (
     FSDPOptimizerFastGradientClipping,
 )
+from opacus.optimizers.joint import JointOptimizer
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedDPOptimizerFastGradientClipping",
     "DistributedPerLayerOptimizer",
     "FSDPOptimizerFastGradientClipping",
+    "JointOptimizer",
     "SimpleDistributedPerLayerOptimizer",
     "TPOptimizerFastGradientClipping",
     "get_optimizer_class",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped
 from opacus.core.step.adaptive import Quantile, centred_count, private_fraction, spend_on_count
 from opacus.optimizers.optimizer import DPOptimizer
@@ -88,7 +89,7 @@ class AdaClipDPOptimizer(DPOptimizer):
     def update_max_grad_norm(self) -> None:
         """Move C by one step, from the private count of the step's unclipped samples."""
         batch = (self.expected_batch_size or max(self.sample_size, 1)) * self._layout.world_size
-        device = self.params[0].device
+        device = compute_device(self.params[0])
         fraction = private_fraction(
             self._count, self.unclipped_num_std, batch, self._layout, device
         )

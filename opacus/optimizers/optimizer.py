@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from opacus.core.isolation.check import Isolation, IsolationError
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
 from opacus.core.privacy.noise import gaussian, parameter_names
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.privacy.processed import is_processed, mark_processed
+from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.core.step.private_step import release
@@ -34,8 +35,7 @@ UNCLEARED = (
 
 def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
     """Mark gradients that were used in a step and must not be used in another."""
-    for tensor in obj if isinstance(obj, list) else [obj]:
-        mark_processed(tensor)
+    mark_processed(*(obj if isinstance(obj, list) else [obj]))
 
 
 def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
@@ -44,7 +44,7 @@ def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
     Raises:
         ValueError: ``zero_grad`` was not called since.
     """
-    if any(is_processed(tensor) for tensor in (obj if isinstance(obj, list) else [obj])):
+    if None in unprocessed(obj if isinstance(obj, list) else [obj]):
         raise ValueError(UNCLEARED)
 
 
@@ -124,6 +124,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
                 "expected_batch_size is needed with loss_reduction='mean', to divide by"
             )
         self.original_optimizer = optimizer
+        self._listed: list[nn.Parameter] | None = None  # while a step runs
         self._privacy = PrivacyParams(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
@@ -162,6 +163,14 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         """Number of samples left out so far because their gradients were not finite."""
         return int(self._skipped_samples)  # waits for the device only when it is asked for
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters that are updated and require gradients; within a step always the same."""
+        if self._listed is not None:
+            return self._listed
+        groups = self.original_optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
     # --- clipping ---
 
     @timed(CLIP_AND_SUM)
@@ -178,8 +187,8 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         if not self._check_skip_next_step(pop_next=False):
             for parameter in used:  # the noised gradient is next; that of autograd takes memory
                 parameter.grad = None
-        for parameter, total in zip(used, weighted_sums(clipped, samples), strict=True):
-            self._accumulate(parameter, total if scale == 1.0 else total / scale)
+        self._accumulate(used, [*weighted_sums(clipped, samples)], scale)
+        for parameter in used:
             _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
         if clipped:
             self._skipped_samples = self._skipped_samples + clipped[0].excluded.sum()
@@ -207,12 +216,21 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
             _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
             _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
 
-    def _accumulate(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        known: Tensor | None = getattr(parameter, "summed_grad", None)
-        if known is None or is_processed(known):
-            parameter.summed_grad = grad  # type: ignore[attr-defined]
-        else:
-            parameter.summed_grad = known + grad  # type: ignore[attr-defined]
+    def _accumulate(
+        self, parameters: Sequence[nn.Parameter], grads: list[Tensor | None], scale: float
+    ) -> None:
+        """Add ``grads / scale`` to the sums of this step; those of an earlier one are replaced.
+
+        Empties ``grads`` on the way, so that no memory is held twice.
+        """
+        sums = unprocessed([getattr(p, "summed_grad", None) for p in parameters])
+        for place, parameter in enumerate(parameters):
+            grad, grads[place] = grads[place], None
+            known, sums[place] = sums[place], None
+            if grad is not None:
+                grad = grad if scale == 1.0 else grad / scale
+                total = grad if known is None else known + grad
+                parameter.summed_grad = total  # type: ignore[attr-defined]
 
     # --- noise and step ---
 
@@ -234,13 +252,17 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
-            noised = self._layout.noised(
-                std, sums, dtypes, self._overwrites_sums, self._noise_names()
-            )
-            for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
-                parameter.grad = grad if grad.shape == parameter.shape else grad.view_as(parameter)
-                self._retire(parameter)
-                sums[place] = grad  # lets go of the sum
+            names = self._noise_names(parameters)
+            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums, names)
+            used: list[Tensor] = []
+            try:
+                for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
+                    same = grad.shape == parameter.shape
+                    parameter.grad = grad if same else grad.view_as(parameter)
+                    used += self._retired(parameter)
+                    sums[place] = grad  # lets go of the sum
+            finally:
+                mark_processed(*used)
         self._clipped_with = 0.0
 
     def name_parameters(self, module: nn.Module) -> None:
@@ -250,21 +272,22 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         """
         self._names = parameter_names(module)
 
-    def _noise_names(self) -> list[str]:
-        """A name for each of ``params``, no two of them equal."""
-        every = [p for group in self.param_groups for p in group["params"]]
+    def _noise_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """A name for each of ``parameters``, no two of them equal."""
+        every = [p for group in self.original_optimizer.param_groups for p in group["params"]]
         places = {id(p): f"number {place}" for place, p in enumerate(every)}
-        return [self._names.get(id(p), places[id(p)]) for p in self.params]
+        return [self._names.get(id(p), places[id(p)]) for p in parameters]
 
-    def _retire(self, parameter: nn.Parameter) -> None:
-        """The parameter's sum has been used: give back what memory can be."""
+    def _retired(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The parameter's sum has been used: give back what memory can be; what is left of it."""
         summed: Tensor | None = getattr(parameter, "summed_grad", None)
         if self._overwrites_sums:  # it is the gradient now, which autograd may add to
             parameter.summed_grad = None  # type: ignore[attr-defined]
         elif summed is not None:
             # Sums of half-precision gradients are fp32 until their noise is in.
-            parameter.summed_grad = summed.to(parameter.dtype)  # type: ignore[attr-defined]
-            _mark_as_processed(parameter.summed_grad)  # type: ignore[attr-defined]
+            parameter.summed_grad = summed = summed.to(parameter.dtype)  # type: ignore[attr-defined]
+            return [summed]
+        return []
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
@@ -316,7 +339,8 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
 
     def drop_frozen(self) -> None:
         """What was frozen after the backward pass gets no noise, so it must not be updated."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
+        groups = self.original_optimizer.param_groups
+        for parameter in (p for group in groups for p in group["params"]):
             if parameter.requires_grad:
                 continue
             parameter.grad = None
@@ -352,7 +376,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         """Whether a batch of this step overflowed, the same answer on every rank."""
         if not self._scaled.active or self._layout.world_size == 1:
             return self._overflowed
-        flag = torch.tensor([float(self._overflowed)], device=self.params[0].device)
+        flag = torch.tensor([float(self._overflowed)], device=compute_device(self.params[0]))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -388,11 +412,14 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
 
     @timed(STEP)
     def _step(self) -> None:
-        if self.pre_step():
-            self.original_optimizer.step()
-        for parameter in self.params:  # also after a physical batch: zero_grad is due
-            if parameter.grad is not None:
-                mark_processed(parameter.grad)
+        self._listed = self.params
+        try:
+            if self.pre_step():
+                self.original_optimizer.step()
+            # Also after a physical batch: zero_grad is due.
+            mark_processed(*[p.grad for p in self._listed if p.grad is not None])
+        finally:
+            self._listed = None
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear ``p.grad``, ``p.grad_sample`` and, after a real step, ``p.summed_grad``.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from opacus.core.privacy.processed import is_processed, was_processed
+from opacus.core.privacy.processed import unprocessed, was_processed
 from opacus.core.sums.seen import REPLAY_ADVICE
 from opacus.core.sums.sum_watch import SumWatch
 from opacus.optimizers.optimizer import DPOptimizer
@@ -25,7 +26,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         super()._set_up()
         if self._privacy.max_grad_norms is not None:
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
-        self._known = [p for group in self.param_groups for p in group["params"]]
+        self._known = [p for group in self.original_optimizer.param_groups for p in group["params"]]
         self._watch = SumWatch()
         self.expects_criterion = False
         self.clipped_batches = 0
@@ -63,12 +64,13 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self.clipped_batches += 1
         self._clipped_samples += samples
         self._note_clipping_norm()
+        parameters = self.params
         if excluded and loss_scale is not None:
             # As autograd would have left them: the scaler looks for that, and backs off.
-            for parameter in self.params:
+            for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
-        self._watch.note(self.params)
+        self._watch.note(parameters)
         self._watch.doubt(doubt)
 
     @property
@@ -82,19 +84,21 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Raises:
             RuntimeError: No clipped gradient has been formed since the last step.
         """
-        self._check_clipped()
-        self._check_known()
+        parameters = self.params
+        fresh = unprocessed([parameter.grad for parameter in parameters])
+        self._check_clipped(fresh)
+        self._check_known(parameters)
         self.check_unchanged()
         scale = 1.0 if self._scaled.divided else self._scaled.scale
-        for parameter in self.params:
-            grad, parameter.grad = parameter.grad, None
-            if grad is not None and not is_processed(grad):
-                self._accumulate(parameter, grad if scale == 1.0 else grad / scale)
+        for parameter in parameters:
+            parameter.grad = None
+        self._accumulate(parameters, fresh, scale)
         self._batch_is_taken()
 
     def _discard(self) -> None:
-        self._check_clipped()
-        for parameter in self.params:
+        parameters = self.params
+        self._check_clipped(unprocessed([parameter.grad for parameter in parameters]))
+        for parameter in parameters:
             parameter.grad = None
         self._batch_is_taken()
 
@@ -147,9 +151,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         more = len(parameters) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
 
-    def _check_clipped(self) -> None:
+    def _check_clipped(self, fresh: Sequence[Tensor | None]) -> None:
         unclipped = self.expects_criterion and self.clipped_batches == 0
-        if unclipped or all(p.grad is None or is_processed(p.grad) for p in self.params):
+        if unclipped or all(grad is None for grad in fresh):
             raise RuntimeError(
                 "step() found no clipped gradient: use the criterion that make_private returned "
                 "and call backward() on its loss. The backward() of an ordinary loss clips "
@@ -158,10 +162,10 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         if (self._loss_scale or 1.0) != self._scaled.scale:
             self._refuse_scale(f"step() divides by {self._scaled.scale}, but gradients have")
 
-    def _check_known(self) -> None:
+    def _check_known(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that joined ``original_optimizer`` later: nothing clips them."""
         known = {id(parameter) for parameter in self._known}
-        new = [p for p in self.params if id(p) not in known and p.grad is not None]
+        new = [p for p in parameters if id(p) not in known and p.grad is not None]
         if new:
             raise RuntimeError(
                 f"{len(new)} parameters (shapes {[tuple(p.shape) for p in new[:4]]}) were added to "

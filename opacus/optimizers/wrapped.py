@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-
-from opacus.optimizers.utils import params
 
 
 class WrappedOptimizer(Optimizer):
     """An optimizer whose parameters, state and groups are those of ``original_optimizer``."""
 
     original_optimizer: Optimizer
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Parameters that are updated and require gradients."""
-        return params(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -36,7 +36,7 @@ def get_grad_sample_modes(use_ew: bool = False) -> list[str]:
     """Modes whose per-sample gradients can be checked.
 
     Args:
-        use_ew: Include expanded weights.
+        use_ew: Include ``"ew"``.
     """
     return ["hooks", "functorch", *(["ew"] if use_ew else [])]
 

@@ -65,7 +65,8 @@ def test_the_plots_were_drawn_from_the_results() -> None:
 @pytest.fixture
 def small_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results with one series in it, of two CPU processes, that calls itself a GPU's."""
-    from memory_test.common.results import BUNDLE, read_results
+    from memory_test.common.results import read_results
+    from memory_test.common.schema import LAYOUT
 
     results, failures, _ = read_results(SMALL_SERIES)
     for result in results:
@@ -73,10 +74,9 @@ def small_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         result |= {"device": "NVIDIA H100 80GB HBM3", "model": "llama3-1b", "seq_length": 4096}
         result["date"] += f" {len(result['mode'])}"
     empty = {part: [] for part in ("deferred", "norms", "accuracy", "profiles")}
-    bundle = {"layout": BUNDLE, "what": "a try", "results": results, "failures": failures, **empty}
-    (tmp_path / measured.SERIES).mkdir()
-    (tmp_path / measured.SERIES / "small.json").write_text(json.dumps(bundle))
-    for path in measured.RESULTS.glob("*ghost_fsdp_1b.json"):
+    bundle = {"layout": LAYOUT, "what": "a try", "results": results, "failures": failures, **empty}
+    (tmp_path / "small.json").write_text(json.dumps(bundle))
+    for path in measured.RESULTS.rglob("*x2_*_two_pass.json"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     return tmp_path
@@ -87,7 +87,7 @@ def test_a_new_series_changes_the_document(small_series: Path) -> None:
     assert text != PAGE.read_text("utf-8")
     text = experiment_tables.runs()
     assert "### small" in text and "a try." in text
-    bundle = measured.bundles()["small"]
+    bundle = measured.files()["small"]
     for result in experiment_tables.groups_of(bundle)[0].results:
         assert f"| {result['median_time_ms']:.1f} |" in text
     assert experiment_tables.norm_phases() != experiment_tables.NOTHING

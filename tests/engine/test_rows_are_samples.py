@@ -19,7 +19,7 @@ from tests import oracle
 from tests.engine.test_batch_dimension import CLIP, private, step
 
 B, T, D = 4, 6, 5
-ROWS = ["hooks", "functorch", "ghost", "ghost-deferred", "ghost_bk"]
+ROWS = ["hooks", "functorch", "ew", "ghost", "ghost-deferred", "ghost_bk"]
 
 
 class Merged(nn.Module):
@@ -104,7 +104,6 @@ WRONG = {
     "left out": (Windows, X),
     "packed": (Packed, pack_padded_sequence(X, torch.tensor([6, 4, 3, 1]), batch_first=True)),
 }
-
 
 # Of a list of samples the ghost modes cannot tell the batch: they take T for it.
 LISTS = [("in a list", "hooks"), ("in a list", "functorch")]
@@ -268,7 +267,7 @@ class Normed(nn.Module):
         return self.head(self.norm(self.mix(x)))
 
 
-@pytest.mark.parametrize("mode", [*ROWS, "ew"])
+@pytest.mark.parametrize("mode", ROWS)
 @pytest.mark.parametrize(
     "norm",
     [
@@ -306,14 +305,3 @@ def test_a_frozen_norm_in_eval_mode_until_it_is_in_train_mode(mode: str) -> None
     norm.eval()
     step(run, X[:, 0], Y)
     assert_right(run[0], Y, lambda one, x: one.eval()(x), X[:, 0])
-
-
-def test_expanded_weights_name_what_they_refuse() -> None:
-    run = private(Merged(), "ew")
-    with pytest.raises(ValueError, match=r"layer 'mix' \(Linear\).* batch size of 24 with .* 4"):
-        step(run, X, Y)
-    norm = nn.BatchNorm1d(8).requires_grad_(False).eval()
-    run = private(Normed(norm), "ew")
-    norm.train()
-    with pytest.raises(NotImplementedError, match=r"'norm' \(BatchNorm1d\)"):
-        run[0](X[:, 0])

@@ -20,7 +20,10 @@ from tests.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
 peft = pytest.importorskip("peft")
 
 # PEFT asks transformers in a way that it deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+]
 
 MODES = ("hooks", "ghost", "ghost_bk")
 SAMPLES = 3
@@ -88,6 +91,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"]),
     "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=["q_proj"]),
     "DoRA": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+# Ordinary layers are all that the rules see of these; one mode is enough.
+ORDINARY: dict[str, Callable[[], Any]] = {
+    "rsLoRA": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_rslora=True),
+    "PiSSA": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"),
+    "biases": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all"),
+    "saved modules": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]
+    ),
+    "OFT": lambda: peft.OFTConfig(r=2, oft_block_size=0, target_modules=["q_proj"]),
+    "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(
+        target_r=2, init_r=3, total_step=10, target_modules=["q_proj"]
+    ),
+    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=10, target_modules=["q_proj"]),
+    "VB-LoRA": lambda: peft.VBLoRAConfig(
+        r=2, num_vectors=8, vector_length=4, topk=2, target_modules=["q_proj"]
+    ),
 }
 
 
@@ -101,12 +123,33 @@ def adapted(config: Any) -> nn.Module:
     return model
 
 
+def texts(count: int, length: int = 5) -> Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randint(1, VOCABULARY, (count, length), generator=draw)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_are_exact(kind: str, mode: str) -> None:
-    model = adapted(CONFIGS[kind]())
-    ids = torch.randint(1, VOCABULARY, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
-    check(model, mode, TokenLoss(), ids, ids.roll(1, 1), logits)
+    ids = texts(SAMPLES)
+    check(adapted(CONFIGS[kind]()), mode, TokenLoss(), ids, ids.roll(1, 1), logits)
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_adapters_of_ordinary_layers_are_exact(kind: str) -> None:
+    ids = texts(SAMPLES)
+    check(adapted(ORDINARY[kind]()), "ghost_bk", TokenLoss(), ids, ids.roll(1, 1), logits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "count", "length"),
+    [("DoRA", 1, 5), ("prefix", 1, 5), ("prefix", 5, 5), ("prefix", 3, 6)],
+)
+def test_batches_as_large_as_something_else(kind: str, count: int, length: int, mode: str) -> None:
+    """One text; as many texts as tokens, or as virtual tokens."""
+    ids = texts(count, length)
+    check(adapted(CONFIGS[kind]()), mode, TokenLoss(), ids, ids.roll(1, 1), logits)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -225,16 +268,6 @@ def test_rows_of_nobody_must_get_no_gradient(mode: str) -> None:
 
 
 # --- optimizers ---
-
-
-def test_several_optimizers_are_refused() -> None:
-    model = nn.Linear(5, 3)
-    both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"optimizer is a list.*one optimizer"):
-        PrivacyEngine().make_private(
-            module=model, optimizer=both, data_loader=DataLoader(TensorDataset(torch.zeros(4, 5))),
-            noise_multiplier=1.0, max_grad_norm=1.0,
-        )  # fmt: skip
 
 
 class ScheduleFree(torch.optim.SGD):

@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer, DPTrainerMixin  # noqa: E402
 from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
+from opacus.losses import without_logits  # noqa: E402
+from opacus.optimizers import JointOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
@@ -37,7 +39,8 @@ def trained(
     cls: Any, model: Any, folder: Path, data: Any, privacy: Any = None, **changes: Any
 ) -> Any:
     more = {} if privacy is None else {"privacy": privacy}
-    init = {k: changes.pop(k) for k in ("compute_loss_func", "eval_dataset") if k in changes}
+    kept = ("compute_loss_func", "eval_dataset", "optimizers")
+    init = {k: changes.pop(k) for k in kept if k in changes}
     trainer = cls(
         model, arguments(folder, **changes), train_dataset=data, data_collator=collate,
         **init, **more,
@@ -62,6 +65,28 @@ def test_without_noise_it_is_the_plain_trainer(tmp_path: Path, mode: str) -> Non
     losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, ours)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert len(ours.privacy_engine.accountant) == ours.state.global_step == 3
+
+
+def test_a_model_without_logits_is_the_plain_trainer_too(tmp_path: Path) -> None:
+    data = Texts(lengths=(6,))
+    plain = trained(transformers.Trainer, llama(), tmp_path, data, max_grad_norm=0, **FIXED)
+    privacy = DPArguments(**HUGE, grad_sample_mode="ghost_bk")
+    model = copy.deepcopy(without_logits(llama()))
+    ours = trained(DPTrainer, model, tmp_path, data, privacy, **FIXED, **SPLIT, eval_dataset=data)
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+    model.train()
+    tokens = torch.tensor([data[0]["input_ids"], data[1]["input_ids"]])
+    out = model(input_ids=tokens, labels=tokens)
+    assert out.loss.shape == (2,) and out.logits.shape == (2, 6)
+    assert model(input_ids=tokens).logits.shape == (2, 6, 23)
+    losses = [t.evaluate(data)["eval_loss"] for t in (plain, ours)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    model.train()
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        trained(DPTrainer, model, tmp_path, data, privacy, label_smoothing_factor=0.1)
+    model.lm_head.register_forward_hook(lambda layer, args, output: output * 2)
+    with pytest.raises(ValueError, match="a cap or a scale"):
+        model(input_ids=tokens, labels=tokens)
 
 
 HEADS = {
@@ -183,6 +208,56 @@ def test_a_loss_function_of_ones_own(tmp_path: Path) -> None:
     plain = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **FIXED)
     ours = trained(DPTrainer, llama(), tmp_path, Texts(), DPArguments(**HUGE), **more, **SPLIT)
     assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Evaluates at the mean of all steps' weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+        self.modes: list[bool] = []
+        self.sums: list[Tensor] = []
+        self.own: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        every = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.sums = [a + b for a, b in zip(self.sums, every, strict=True)] if self.sums else every
+        self.modes.append(True)
+        return loss
+
+    def eval(self) -> None:
+        every = self.param_groups[0]["params"]
+        self.own = [p.detach().clone() for p in every]
+        for p, total in zip(every, self.sums, strict=True):
+            p.data.copy_(total / len(self.modes))
+
+    def train(self) -> None:
+        for p, own in zip(self.param_groups[0]["params"], self.own, strict=False):
+            p.data.copy_(own)
+        self.own = []
+
+
+def muon_and_sgd(parameters: list[Any]) -> Any:
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return JointOptimizer([torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(rest, lr=0.5)])
+
+
+@pytest.mark.parametrize("make", [ScheduleFree, muon_and_sgd])
+def test_optimizers_of_other_kinds(tmp_path: Path, make: Any) -> None:
+    """Schedule-free ones are told of training and evaluation; several take one step."""
+    runs = []
+    for cls, privacy in ((transformers.Trainer, None), (DPTrainer, DPArguments(**HUGE))):
+        model = llama()
+        more = {**FIXED, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": Texts(5)}
+        optimizers = (make(list(model.parameters())), None)
+        run = trained(
+            cls, model, tmp_path, Texts(), privacy, max_grad_norm=0, optimizers=optimizers, **more
+        )
+        runs.append([h["eval_loss"] for h in run.state.log_history if "eval_loss" in h])
+    assert len(runs[0]) == 3 and len(set(runs[0])) == 3
+    assert runs[0] == pytest.approx(runs[1], abs=2e-4)
 
 
 def test_a_loss_that_joins_examples_is_found(tmp_path: Path) -> None:

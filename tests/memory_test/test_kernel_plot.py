@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = sorted((ROOT / "memory_test" / "results").glob("*_kernels.json"))
+RESULTS = sorted((ROOT / "memory_test" / "results").glob("kernels_*_norms.json"))
 
 
 def test_plot_is_not_blank(tmp_path: Path) -> None:

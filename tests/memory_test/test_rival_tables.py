@@ -8,19 +8,23 @@ from pathlib import Path
 import pytest
 
 from memory_test.benchmarks import measured, rival_tables
+from memory_test.common.schema import LAYOUT
 
 OURS, PIP = measured.OURS, "pip opacus 1.6.0"
 
 
-def row(case: str, package: str, ms: float, gb: float = 1.0, world: int = 1) -> dict[str, object]:
-    """A measured step as scripts beside ``steps.py`` write it."""
-    return {"case": case, "package": package, "model": "1b", "batch": 1, "seq": 4096, "ms": ms,
-            "peak_gb": gb, "world": world}  # fmt: skip
+def row(mode: str, package: str, ms: float, gb: float = 1.0) -> dict[str, object]:
+    """A measured step."""
+    return {"mode": mode, "package": package, "deferred": False, "private": mode != "no_dp",
+            "status": "ok", "ms": {"median": ms}, "peak_gb": gb}  # fmt: skip
 
 
-def write(folder: Path, name: str, *rows: dict[str, object]) -> None:
+def write(folder: Path, name: str, *rows: dict[str, object], world: int = 1) -> None:
     """A result file."""
-    text = json.dumps({"card": "NVIDIA H200", "rows": rows})
+    cell = {"model": "llama3-1b", "batch": 1, "tokens": 4096, "wrapping": "blocks",
+            "lora_rank": 0, "checkpointing": False, "rows": rows}  # fmt: skip
+    found = {"layout": LAYOUT, "device": "NVIDIA H200", "world": world, "cells": [cell]}
+    text = json.dumps(found)
     (folder / f"{name}.json").write_text(text)
 
 
@@ -47,15 +51,15 @@ def test_other_calls_are_not_compared(results: Path) -> None:
 
 
 def test_what_misses_its_target_is_bold(results: Path) -> None:
-    plain = row("nondp", "non-private", 100.0, world=2)
-    write(results, "first", plain, row("ghost_fsdp_bk", OURS, 130.0, 1.2, world=2))
-    write(results, "second", plain, row("ghost_fsdp_bk", OURS, 110.0, world=2))
+    plain = row("no_dp", "non-private", 100.0)
+    write(results, "first", plain, row("ghost_fsdp_bk", OURS, 130.0, 1.2), world=2)
+    write(results, "second", plain, row("ghost_fsdp_bk", OURS, 110.0), world=2)
     text = rival_tables.targets()
     assert "| 1x4096 | 1.20 | **1.30** | 1.10 | 1.10 | **1.20** |" in text
     assert text.count("ghost_fsdp_bk") == 1  # cells that nobody measured are left out
 
 
 def test_a_target_needs_the_non_private_step_of_its_call(results: Path) -> None:
-    write(results, "first", row("ghost_fsdp_bk", OURS, 130.0, world=2))
+    write(results, "first", row("ghost_fsdp_bk", OURS, 130.0), world=2)
     with pytest.raises(ValueError, match="no non-private step beside ghost_fsdp_bk"):
         rival_tables.targets()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from memory_test.common.results import BUNDLE, check_result, read_results
+from memory_test.common.results import check_result, read_results
+from memory_test.common.schema import LAYOUT
 from tests.memory_test.scripts import PROFILING, run
 
 SERIES = PROFILING / "run_series.py"
@@ -114,7 +115,7 @@ def test_a_file_holds_what_the_folder_held(tmp_path):
             assert not unread
     assert "left out" in done.stderr and "broken.json" in done.stderr
     found = json.loads(output.read_text())
-    assert found["layout"] == BUNDLE and found["what"] == "a try" and len(found["norms"]) == 1
+    assert found["layout"] == LAYOUT and found["what"] == "a try" and len(found["norms"]) == 1
 
 
 def test_a_failure_that_was_mended_is_left_out(tmp_path):

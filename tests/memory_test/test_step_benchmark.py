@@ -14,6 +14,7 @@ from memory_test.benchmarks.cases import SUITES, Cell, Way, cells_of, suite_of, 
 from memory_test.benchmarks.contenders import Recipe
 from memory_test.benchmarks.step_check import small_checks
 from memory_test.benchmarks.step_timing import Plan, Taken, measure_cell
+from memory_test.common import schema
 from memory_test.common.failures import EXIT_FAILED, EXIT_MEMORY, EXIT_USAGE, UsageError
 from memory_test.common.launch import Runtime
 from opacus.core.step.modes import MODES
@@ -68,7 +69,7 @@ def test_a_file_becomes_a_plot_and_a_table(sharded, tmp_path):
 
 def test_the_layout_is_checked(sharded):
     good = json.loads(sharded[0].read_text())
-    assert step_results.check_file(good) == []
+    assert schema.check_file(good) == []
     for spoil, words in [
         (lambda f: f.pop("date"), "lacks date"),
         (lambda f: f["cells"][0].pop("batch"), "lacks batch"),
@@ -79,7 +80,7 @@ def test_the_layout_is_checked(sharded):
     ]:
         bad = copy.deepcopy(good)
         spoil(bad)
-        assert any(words in wrong for wrong in step_results.check_file(bad)), words
+        assert any(words in wrong for wrong in schema.check_file(bad)), words
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "flash_bk", "hooks"])
@@ -106,7 +107,7 @@ def test_a_mode_with_wrong_factors_is_refused(tmp_path, monkeypatch, capsys):
     assert status == EXIT_FAILED and row["status"] == "refused"
     assert "ms" not in row and "ratio" not in row
     assert "clipped sum" in row["error"] and "ghost_bk" in capsys.readouterr().out
-    assert step_results.check_file(found) == []
+    assert schema.check_file(found) == []
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
@@ -163,7 +164,7 @@ def test_memory_that_runs_out_is_recorded(tmp_path, monkeypatch):
     baseline, private = found["cells"][0]["rows"]
     assert status == EXIT_MEMORY
     assert baseline["status"] == "ok" and private["status"] == "out_of_memory"
-    assert step_results.check_file(found) == []
+    assert schema.check_file(found) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

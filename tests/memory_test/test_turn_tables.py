@@ -7,6 +7,7 @@ import json
 import pytest
 
 from memory_test.benchmarks import step_results, turn_tables
+from memory_test.common import schema
 
 
 def row_of(mode: str, times: list[float], deferred: bool = False, **changes):
@@ -38,7 +39,7 @@ def test_another_package_is_not_taken_for_this_one():
 def test_table_of_a_folder(tmp_path):
     rows = [row_of("ghost_fsdp", [10.0, 20.0]), row_of("flash_fsdp", [9.0, 18.0])]
     rows.append({"mode": "flash_fsdp", "deferred": True, "status": "out_of_memory"})
-    files = {"a": {"layout": step_results.LAYOUT, "cells": [cell_of(rows), cell_of(rows[:1])]}}
+    files = {"a": {"layout": schema.LAYOUT, "cells": [cell_of(rows), cell_of(rows[:1])]}}
     files |= {"b": {"layout": "another"}, "c": [1]}
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus.core.isolation.probe import RUN_ERRORS, TOLERANCES
+from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import roots_of_backward
 
 # Losses [B] of these arguments of a criterion, for so many samples.
@@ -34,10 +35,14 @@ def coupled_loss(
         rows: Rows of its arguments, B or a multiple of it.
 
     Returns:
-        What differs, ``None`` if nothing does, or if the criterion takes no single samples.
+        What differs, ``None`` if nothing does, or if the criterion takes no single samples, or is
+        given a module that FSDP2 gathers, which all ranks would have to run.
     """
     count = len(losses)
     if count < 2 or not rows or rows % count or type(losses) is not Tensor:
+        return None
+    leaves, tree = tree_flatten((args, kwargs))
+    if any(is_fsdp(part) for m in leaves if isinstance(m, nn.Module) for part in m.modules()):
         return None
     together = losses.detach().double()
     tolerance = TOLERANCES.get(losses.dtype, max(TOLERANCES.values()))
@@ -47,7 +52,6 @@ def coupled_loss(
     allowed = tolerance * (together.abs() + 0.1 * together[finite].abs().mean())
     order = [i for i in together.argsort().tolist() if finite[i]]
     places = {order[i * (len(order) - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
-    leaves, tree = tree_flatten((args, kwargs))
     found: str | None = None
     for dims in itertools.islice(itertools.product(*map(_ways(rows), leaves)), MOST_WAYS):
         samples = _Samples(leaves, tree, dims, rows // count)

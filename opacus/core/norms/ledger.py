@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +98,9 @@ class NormLedger:
             return
         if self.planner is not None and rule.needs_parameters:
             self._form(record)  # the parameters are at hand only now
+        if self.planner is not None and rule.as_given and not alone and self.planner.stores(record):
+            self._form(record)  # with logits that the backward pass forms in any case
+            return
         if name in self._done:
             raise RuntimeError(
                 f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
@@ -391,11 +394,11 @@ def _is_cheaply_formed(record: Record) -> bool:
 
 
 def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]:
-    if record.layer.rule.by_rows(record.activations, record.batch):
-        activations: Any = tuple(a[start:stop] for a in record.activations)
-        backprops = record.backprops[start:stop]
-        return record.layer.rule.per_sample_grad(record.spec, activations, backprops)
-    grads = record.layer.rule.per_sample_grad(record.spec, record.activations, record.backprops)
+    rule = record.layer.rule
+    some = rule.cut(record.activations, record.backprops, start, stop)
+    if some is not None:
+        return rule.per_sample_grad(record.spec, *some)
+    grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
     return {name: grad[start:stop] for name, grad in grads.items()}
 
 

@@ -6,7 +6,10 @@ Importing them takes half a second; a program that shards anything has done so a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -25,6 +28,19 @@ def local_of(tensor: Any) -> Any:
     Not by ``to_local()``, which records an operation for autograd and takes ten times as long.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def compute_device(tensor: Any) -> torch.device:
+    """Where a tensor is computed with; under ``CPUOffloadPolicy`` it waits on the CPU."""
+    if is_dtensor(tensor) and tensor.device_mesh.device_type != tensor.device.type:
+        return torch.device(tensor.device_mesh.device_type)
+    device: torch.device = tensor.device
+    return device
+
+
+def locals_of(tensors: Iterable[Any]) -> list[Any]:
+    """:func:`local_of` each."""
+    return [local_of(tensor) for tensor in tensors]
 
 
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,12 @@ class RunKey:
         if known is None:
             known = self._derived[place] = key.derive(purpose, name)
         return known
+
+    def streams(
+        self, purpose: str, names: Sequence[str], numbers: Sequence[int]
+    ) -> list[list[bytes]]:
+        """:meth:`stream` of each name, in each of these steps."""
+        return [[self.stream(purpose, name, number) for number in numbers] for name in names]
 
     def _key_of(self, number: int) -> Key:
         return next((key for end, key in self._earlier if number < end), self.key)

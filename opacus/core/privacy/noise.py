@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
-from opacus.core.kernels.noise.regions import regions_of
+from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import local_of
+from opacus.core.platform.sharded import compute_device, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -67,35 +68,51 @@ def add_noise(
         past: Weights and numbers of earlier steps whose noise is made again and added, too.
     """
     step = key.advance(purpose) if number is None else number
+    sources, targets, names = zip(*sums, strict=True) if sums else ((), (), ())
+    streams = key.streams(purpose, names, [step, *(old for _, old in past)])
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
-    for source, target, name in sums:
-        own, place = local_of(source), local_of(target)
-        streams = [key.stream(purpose, name, old) for old in (step, *(old for _, old in past))]
+    own, places = locals_of(sources), locals_of(targets)
+    for source, local, place, keys in zip(sources, own, places, streams, strict=True):
+        device = compute_device(source)
+        if device != local.device:  # one at a time: there is no room for all
+            moved = local.to(device)
+            result = torch.empty_like(moved, dtype=place.dtype)
+            _add(std, _draws(source, moved, result, keys), step, secure, past)
+            place.copy_(result)
+            continue
         if not place.is_contiguous():
             back.append(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
-        draws += _draws(source, own.contiguous(), place, streams)
-    for piece in consecutive(draws, lambda draw: draw.region.size, PIECE_ELEMENTS):
-        add_gaussian(std, piece, step, secure, past)
+        draws += _draws(source, local, place, keys)
+    _add(std, draws, step, secure, past)
     for place, result in back:
         place.copy_(result)
 
 
-def _draws(
-    tensor: Tensor, source: Tensor, target: Tensor, streams: Sequence[bytes]
-) -> Iterator[Draw]:
-    key, *past = streams
+def _add(
+    std: float,
+    draws: Iterable[Draw],
+    step: int,
+    secure: bool,
+    past: Sequence[tuple[float, int]],
+) -> None:
+    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
+        add_gaussian(std, piece, step, secure, past)
+
+
+def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[bytes]) -> list[Draw]:
+    source, size, (key, *past) = local.contiguous(), local.numel(), streams
     earlier = tuple(past)
+    if local is tensor:  # a plain one, which is whole here
+        return [Draw(source, target, Region(0, size, size, size), key, earlier)] if size else []
     regions = regions_of(tensor, source)
     if len(regions) == 1:
-        yield Draw(source, target, regions[0], key, earlier)
-        return
+        return [Draw(source, target, regions[0], key, earlier)]
     sizes = [region.size for region in regions]
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
-    for part, place, region in parts if regions else ():
-        yield Draw(part, place, region, key, earlier)
+    return [Draw(*part, key, earlier) for part in (parts if regions else ())]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

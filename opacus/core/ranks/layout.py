@@ -18,6 +18,8 @@ all ranks (``replicated.py``) sums the layers that each rank has measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
-from opacus.core.platform.sharded import is_dtensor, is_fsdp, local_of
+from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
 from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
@@ -123,31 +125,30 @@ class Single:
         self.key.advance(NOISE)
         due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
-        jobs = list(zip(sums, dtypes, names, strict=True))
-        return self._noised(std if due else 0.0, jobs, in_place, step, past)
+        sizes = [own.numel() for own in locals_of(sums)]
+        jobs = list(zip(sums, dtypes, names, sizes, strict=True))
+        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, in_place, step, past))
 
-    def _noised(
+    def _pieces(
         self,
         std: float,
-        jobs: list[tuple[Tensor, torch.dtype, str]],
+        jobs: list[tuple[Tensor, torch.dtype, str, int]],
         in_place: bool,
         step: int,
         past: list[tuple[float, int]],
-    ) -> Iterator[Tensor]:
-        for piece in consecutive(jobs, lambda job: local_of(job[0]).numel(), PIECE_ELEMENTS):
-            targets = [
-                total if in_place and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-                for total, dtype, _ in piece
+    ) -> Iterator[list[Tensor]]:
+        for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
+            todo = [
+                (total, total if in_place and total.dtype == dtype else _like(total, dtype), name)
+                for total, dtype, name, _ in piece
             ]
-            with_target = list(zip(piece, targets, strict=True))
             if std:
-                todo = [(total, target, name) for (total, _, name), target in with_target]
                 add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
             else:
-                for (total, _, _), target in with_target:
+                for total, target, _ in todo:
                     if target is not total:
                         target.copy_(total)
-            yield from targets
+            yield [target for _, target, _ in todo]
 
     def noised_count(self, std: float, count: Tensor) -> Tensor:
         """A count of this rank's samples, in place with the noise that is due to it here."""
@@ -166,6 +167,10 @@ class Single:
     def noise_is_due(self) -> bool:
         """Whether gradients get noise on this rank."""
         return True
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -251,7 +256,10 @@ def check_sharded(tensors: Iterable[Tensor]) -> None:
 def divide(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide all tensors in place, this rank's shards of sharded ones."""
     if tensors and (isinstance(divisor, Tensor) or divisor != 1):
-        torch._foreach_div_([local_of(t) for t in tensors], divisor)
+        shards = locals_of(tensors)
+        if isinstance(divisor, Tensor):  # known where the sums were computed
+            divisor = divisor.to(shards[0].device)
+        torch._foreach_div_(shards, divisor)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -42,6 +42,7 @@ from opacus.core.platform.torch_internals import (
 )
 from opacus.core.record.compiled import ADVICE, compiled_taps_from_environment
 from opacus.core.record.empty import with_a_row, without_the_row
+from opacus.core.record.head_loss import head_use_of
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
@@ -107,6 +108,7 @@ class Recorder:
         own = getattr(root, "batch_first", None)  # a layer by itself, which knows better
         self._input_dim = 0 if (own if isinstance(own, bool) else batch_first) else 1
         self._latest_sizes: frozenset[int] = frozenset()
+        self._sharded = any(is_fsdp(module) for module in root.modules())
         self._hooks = [LayerHooks(self, layer) for layer in layers]
         self.handles: list[Any] = []
         for layer, hooks in zip(layers, self._hooks, strict=True):
@@ -286,11 +288,13 @@ class Recorder:
             return output
         if not x.is_floating_point():
             self._look_up(spec, x)
-        use = Use(self, layer, spec, self.forward_pass(), self.batch_dim(layer, output.dim()))
+        dim, loss = self.batch_dim(layer, output.dim()), head_use_of(output)
+        own = layer if loss is None else loss.layer(layer, spec, dim)
+        use = Use(self, own, spec, self.forward_pass(), dim)
         if self.whose.asks(use, output):
             (output,) = self._placed(use, [output], [x])
         self._register(use, output.shape)
-        return tap_one(ANCHOR, use, output, x)
+        return tap_one(ANCHOR, use, output, x) if loss is None else loss.tap(use, output)
 
     def _register(self, use: Use, output_shape: torch.Size) -> None:
         recomputed = self.in_backward
@@ -400,6 +404,8 @@ class Recorder:
         generation.begun = True
         if len(generation.calls) > 1:
             self._join(use.forward_pass)
+        # FSDP2 takes the weight away again, which such a rule is given.
+        borrowed = borrowed or (self._sharded and use.layer.rule.as_given)
         self.sink(self._record(use, tensors, grads, borrowed))
 
     def _join(self, forward_pass: ForwardPass) -> None:
@@ -419,7 +425,8 @@ class Recorder:
         forward_pass, layer, name = use.forward_pass, use.layer, use.spec.name
         # One input may hold several samples, in a list, say: then the losses tell.
         one = forward_pass.batch == 1 and forward_pass.named is None
-        if use.units is not None and not (one and self.losses not in (None, 1)):
+        told = one and self.losses not in (None, 1)
+        if use.units is not None and not told:
             with self.paused():  # some rules run the layer again
                 return record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
         dim = use.batch_dim
@@ -432,10 +439,14 @@ class Recorder:
             )
         first = backprops[0]
         batch, dtype = first.shape[0], first.dtype
+        # All rows of another use are the one sample's, too (DoRA runs an adapter on an identity).
+        seen = 0 if one and not told else forward_pass.rows.get(name, 0)
         if self.whose.repeats.open:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
             activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
+        elif layer.rule.as_given:
+            activations = tuple(inputs)
         else:
             activations = tuple([prepared(t, dtype, batch) for t in inputs])
         return Record(
@@ -443,7 +454,7 @@ class Recorder:
             spec=use.spec,
             activations=activations,
             backprops=first if len(backprops) == 1 else tuple(backprops),
-            rows=0 if forward_pass.made_up else max(forward_pass.rows.get(name, 0), batch),
+            rows=0 if forward_pass.made_up else max(seen, batch),
             reused=forward_pass.generation.uses.get(name, 0) > 1,
             generation=forward_pass.generation,
             forward_pass=forward_pass,

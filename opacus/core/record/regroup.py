@@ -47,8 +47,12 @@ def regrouped(
     rule, outputs = layer.rule, first if len(backprops) == 1 else tuple(backprops)
     if rule.needs_parameters:
         activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params)
+    elif rule.as_given:
+        activations = tuple(inputs)
     else:
         activations = tuple([prepared(t, first.dtype, first.shape[0]) for t in inputs])
+    if units.dim and rule.as_given:
+        raise unsupported(spec, activations, outputs, "its samples are not in the first dimension")
     if units.dim is not None:
         return layer, spec, activations, outputs
     if not rule.norm_is_local:

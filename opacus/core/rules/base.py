@@ -46,6 +46,8 @@ class LayerRule:
     # Parameters whose per-sample gradients are small beside activations and backprops: formed
     # once where the layer's record is kept for the sum of the others.
     light: tuple[str, ...] = ()
+    # Whether inputs are taken as they are: some are no rows, or differ from the output in dtype.
+    as_given: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.
     batch_leads: bool | None = None
 
@@ -126,6 +128,18 @@ class LayerRule:
         return isinstance(activations, tuple) and all(
             a.dim() > 0 and a.shape[0] == batch for a in activations
         )
+
+    def cut(self, activations: Any, backprops: Any, start: int, stop: int) -> Use | None:
+        """The use on samples ``start`` to ``stop``; ``None`` where they cannot be cut out."""
+        if not isinstance(backprops, Tensor) or not self.by_rows(activations, len(backprops)):
+            return None
+        return tuple(a[start:stop] for a in activations), backprops[start:stop]
+
+    def grad_dtype(self, activations: Any, backprops: Any) -> torch.dtype:
+        """The dtype of :meth:`per_sample_grad`."""
+        first = backprops[0] if isinstance(backprops, tuple) else backprops
+        dtype: torch.dtype = first.dtype
+        return dtype
 
     def regroup(
         self, spec: LayerSpec, activations: Any, backprops: Any, units: Units

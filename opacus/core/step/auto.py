@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from opacus.core.kernels.host.operands import triton_is_installed
-from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.platform.sharded import compute_device, is_dtensor, is_fsdp
 from opacus.core.platform.torch_internals import compute_dtypes, tensor_parallel_names
 from opacus.core.ranks.reduction import can_reduce
 from opacus.core.step.modes import MODES, Mode
@@ -126,7 +126,7 @@ def _kernels(facts: Facts, one_pass: bool) -> tuple[bool, str]:
     if not facts.triton:
         return False, "norms by PyTorch: Triton is not installed"
     if facts.sharded and one_pass:
-        # Measured: memory_test/results/experiments/2026-11-28_h200x2.json.
+        # Measured: memory_test/results/llama3-1b_h200x2_2026-11-28_series.json.
         return False, (
             "norms by PyTorch: most come from the gradients that are formed for the sum, and "
             "launching Triton kernels for the rest takes the host longer"
@@ -147,7 +147,8 @@ def facts_of(module: nn.Module, clipping: str = "flat") -> Facts:
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     sharded = any(is_fsdp(m) for m in module.modules())
-    device = _device_of(trainable or parameters)
+    used = trainable or parameters
+    device = compute_device(used[0]) if used else torch.device("cpu")
     return Facts(
         sharded=sharded,
         split=bool(tensor_parallel_names(module))
@@ -166,15 +167,6 @@ def facts_of(module: nn.Module, clipping: str = "flat") -> Facts:
 def chosen_for(module: nn.Module, clipping: str = "flat") -> Choice:
     """:func:`choose_mode` of the :func:`facts_of` a model."""
     return choose_mode(facts_of(module, clipping))
-
-
-def _device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Where the model computes: under FSDP2 parameters may wait on the CPU."""
-    for parameter in parameters:
-        if is_dtensor(parameter) and parameter.device_mesh.device_type != parameter.device.type:
-            return torch.device(parameter.device_mesh.device_type)
-        return parameter.device
-    return torch.device("cpu")
 
 
 def _memory_of(device: torch.device) -> int | None:

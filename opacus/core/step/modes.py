@@ -12,8 +12,8 @@ class Mode:
 
     Attributes:
         samples: Who forms per-sample quantities: our layer rules (``"rules"``),
-            the generic vmap rule everywhere (``"vmap"``), torch's expanded
-            weights (``"expanded_weights"``) or the user (``"user"``).
+            the generic vmap rule everywhere (``"vmap"``), the rules under the name of torch's
+            expanded weights (``"expanded_weights"``) or the user (``"user"``).
         strategy: ``"materialise"`` keeps every per-sample gradient for the
             optimizer to clip; ``"two_pass"`` finds the norms in a first backward
             and the clipped sum in a second one; ``"one_pass"`` keeps what the sum

@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opacus.core.norms.ledger import add_rows
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
+from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.processed import is_processed
 from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import Generation, Record
+from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
 
 # Uses of one layer wait for each other up to so many times the size of their result.
@@ -53,8 +55,14 @@ class Materialise:
         """Sink of the recorder.
 
         Raises:
-            ValueError: The layer's rows are not the samples; nothing of it has been kept.
+            ValueError: The layer's rows are not the samples, or a parameter has hooks; nothing
+                of it has been kept.
         """
+        if not trains():
+            return None  # other gradients than the parameters', by torch.autograd.grad
+        layer = record.layer
+        held = [(layer.owners[name], layer.parameter(name)) for name in record.spec.params]
+        refuse_hooks((name, p) for name, p in held if p is not None)
         check_sizes(record)
         if not record.reused or record.layer.rule.needs_parameters:
             return self._form(record)

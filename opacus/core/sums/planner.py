@@ -114,8 +114,9 @@ def _compare(record: Record, tensors: list[Tensor]) -> Choice:
     rates = rates_of(backprops.device, backprops.dtype)
     elements = spec.elements
     held = sum(t.numel() * t.element_size() for t in tensors)
-    stored = record.batch * elements * backprops.element_size()
-    cost = record.layer.rule.norm_cost(spec, record.activations, record.backprops)
+    rule, use = record.layer.rule, (record.activations, record.backprops)
+    stored = record.batch * elements * rule.grad_dtype(*use).itemsize
+    cost = rule.norm_cost(spec, *use)
     # Where the norm comes from per-sample gradients anyway, keeping would form them twice.
     products = float(record.batch * elements) if cost is None else cost
     seconds = {

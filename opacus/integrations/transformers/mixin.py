@@ -33,6 +33,7 @@ from opacus.integrations.transformers.refusals import (
 )
 from opacus.integrations.transformers.saving import PrivateSaving
 from opacus.integrations.transformers.step import PrivateStep
+from opacus.losses import is_without_logits
 from opacus.privacy_engine import PrivacyEngine
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,11 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         refuse_model(self.model)
         if not hasattr(type(self), "_prepare_for_training"):
             raise ImportError("private training needs transformers 5.17 or newer")
+        if self.args.label_smoothing_factor and is_without_logits(self._bare_model()):
+            raise ValueError(
+                "label_smoothing_factor: a model without logits computes its loss itself: use "
+                "without_logits(model, label_smoothing=...)"
+            )
         overridden = type(self).per_sample_loss is not DPTrainerMixin.per_sample_loss
         if self.compute_loss_func is None and not overridden:
             loss_of(self._bare_model())
@@ -174,8 +180,9 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             What :meth:`per_sample_loss` is given: outputs and inputs, by name. Only tensors with
             one row an example belong there.
         """
-        own = {k: v for k, v in inputs.items() if k not in self.label_names}
         bare = self._bare_model()
+        names = () if is_without_logits(bare) else self.label_names
+        own = {k: v for k, v in inputs.items() if k not in names}
         if getattr(bare.config, "is_encoder_decoder", False) and "decoder_input_ids" not in own:
             shift = getattr(bare, "prepare_decoder_input_ids_from_labels", None)
             if shift is not None:
@@ -192,7 +199,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         """One loss an example, ``[B]``, in which no other example of the batch has a part.
 
         By default ``compute_loss_func`` of each example alone, or else the loss of the model's
-        head as a mean over the example's own tokens.
+        head as a mean over the example's own tokens, which a model of
+        :func:`~opacus.losses.without_logits` computes itself, with its own label smoothing.
 
         Args:
             outputs: Of the model, as attributes too.
@@ -200,6 +208,9 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         """
         if self.compute_loss_func is not None:
             return by_function(self.compute_loss_func, outputs, inputs)
+        if is_without_logits(self._bare_model()):
+            loss_per_example: Tensor = outputs["loss"]
+            return loss_per_example
         loss = loss_of(self._bare_model())
         return loss(outputs, inputs, smoothing=self.args.label_smoothing_factor)
 
@@ -277,7 +288,6 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self._place()
         self.create_optimizer()
-        self._refuse_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)
         if saved is not None:
@@ -288,13 +298,6 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         return self.model_wrapped, loader
-
-    def _refuse_optimizer(self) -> None:
-        if hasattr(self.optimizer, "train"):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} changes the weights between training and "
-                "evaluation, which a private optimizer does not pass on: use another optimizer"
-            )
 
     def _make_private(self, max_steps: int, loader: Any) -> Any:
         if self._sigma is None:

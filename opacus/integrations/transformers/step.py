@@ -51,6 +51,8 @@ class PrivateStep:
     ) -> Tensor:
         """Clip and sum a logical batch, a physical one at a time; Trainer's step adds the noise."""
         model.train()
+        if hasattr(self.optimizer, "train"):  # schedule-free
+            self.optimizer.train()
         self.optimizer.zero_grad(set_to_none=True)
         parts = agreed_parts(max(1, len(inputs.chunks)))
         total = torch.zeros((), device=self.args.device)

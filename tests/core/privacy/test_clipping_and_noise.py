@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from opacus.core.privacy import noise as noises
 from opacus.core.privacy.clipping import clip_each, clip_flat
+from opacus.core.privacy.key import RunKey
 from opacus.core.privacy.noise import fold, gaussian
 from opacus.core.privacy.params import PrivacyParams
 
@@ -77,3 +79,27 @@ def test_streams_differ_in_their_low_bits() -> None:
     for distance in (1, 1 << 32, 1 << 40):
         seeds = [fold(12345, i * distance) for i in range(256)]
         assert len({s % 2**32 for s in seeds}) == len(seeds)
+
+
+def test_noise_of_a_tensor_that_waits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard on the CPU gets its noise where it is computed with: the same noise, in its place."""
+    results = []
+    elsewhere, original = torch.device("cpu", 0), noises.add_gaussian
+    assert elsewhere != torch.zeros(1).device
+    for device in (torch.device("cpu"), elsewhere):
+        seen = []
+        monkeypatch.setattr(noises, "compute_device", lambda tensor, to=device: to)
+        key = RunKey(torch.Generator().manual_seed(3))
+        sums = [torch.full((5, 7), 2.0), torch.ones(11)]
+        targets = [sums[0], torch.empty(11, dtype=torch.bfloat16)]
+        monkeypatch.setattr(
+            noises,
+            "add_gaussian",
+            lambda std, draws, *a, seen=seen: seen.append(draws) or original(std, draws, *a),
+        )
+        noises.add_noise(1.5, list(zip(sums, targets, ("a", "b"), strict=True)), key, "noise")
+        results.append((targets, len(seen)))
+    (one, pieces), (other, pieces_elsewhere) = results
+    assert (pieces, pieces_elsewhere) == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert float((one[0] - 2.0).std()) > 0.5

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from opacus.core.platform import sharded
 from opacus.core.ranks.reduction import can_reduce
 from opacus.core.step import auto
 from opacus.core.step.auto import STORED_SHARE, Facts, choose_mode, chosen_for, facts_of
@@ -200,8 +201,8 @@ def test_offloaded_parameters_count_as_where_they_compute() -> None:
 
     offloaded: Any = OnCpu()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "is_dtensor", lambda value: isinstance(value, OnCpu))
-        assert auto._device_of([offloaded]).type == "cuda"
+        patch.setattr(sharded, "is_dtensor", lambda value: isinstance(value, OnCpu))
+        assert sharded.compute_device(offloaded).type == "cuda"
     assert CPUOffloadPolicy().pin_memory  # the policy that leaves them there
 
 

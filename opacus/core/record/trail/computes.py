@@ -103,6 +103,14 @@ def _linear(op: Op) -> State:
     return _inner(op, op["input"], [-1])
 
 
+def _head_loss(op: Op) -> Sequence[State]:
+    """Losses ``[B, T]`` of hidden states ``[B, T, d]`` and targets ``[B, T]``."""
+    hidden = _inner(op, op["hidden"], [-1])
+    hidden = None if hidden is None else hidden.with_ids(hidden.ids.squeeze(-1))
+    parts = [hidden, op.known(op["targets"])]
+    return [_agreed(parts, 2)] * 2
+
+
 def _mv(op: Op) -> State:
     vector = _inner(op, op["vec"], [0])
     rows = _inner(op, op["self"], [-1])
@@ -201,6 +209,7 @@ COMPUTES: dict[str, Handler] = {
     "native_dropout": of_main(lambda op, labels: labels),
     "_fused_dropout": of_main(lambda op, labels: labels),
     "linear": _linear,
+    "opacus::head_loss": _head_loss,
     "mm": _matmul("self", "mat2"),
     "bmm": _matmul("self", "mat2"),
     "addmm": _matmul("mat1", "mat2"),

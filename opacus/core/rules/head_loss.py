@@ -1,0 +1,148 @@
+"""A linear head together with the cross-entropy of its logits, which are never all there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, sweep
+from opacus.core.kernels.norms.reference import wide_dtype
+from opacus.core.rules.base import LayerRule, Use, scale_rows, unsupported
+from opacus.core.rules.grouping import check_rows_of_units, grouped_tokens
+from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
+
+
+class HiddenGradient:
+    """Gradient of the hidden states, formed by whoever sweeps over the vocabulary first.
+
+    A norm and this gradient need the same logits again; computed together they are formed once.
+    """
+
+    def __init__(self) -> None:
+        self._open = True
+        self._of: tuple[Tensor, int] | None = None
+        self._value: Tensor | None = None
+
+    def room(self, head: Head, grads: Tensor) -> Tensor | None:
+        """``[B, T, d]`` zeros for the gradient, ``None`` if it is not wanted (any more)."""
+        if not self._open or self._of is not None:
+            return None
+        self._of = grads, grads._version
+        self._value = torch.zeros_like(head.hidden, dtype=wide_dtype(head.hidden))
+        return self._value
+
+    def take(self, grads: Tensor) -> Tensor | None:
+        """The gradient that belongs to these of the losses, if it was formed; asked for once."""
+        of, value = self._of, self._value
+        self._open, self._of, self._value = False, None, None
+        if of is None:
+            return None
+        known, version = of
+        same = known.data_ptr() == grads.data_ptr() and known._version == grads._version == version
+        return value if same and known.shape == grads.shape else None
+
+
+class HeadLossRule(LayerRule):
+    """Activations are hidden states ``[B, T, d]``, weight, targets, log-sum-exps (and bias).
+
+    Backprops are ``[B, T]``, the gradient with respect to the tokens' losses.
+
+    Args:
+        loss: What is computed of the logits.
+        hidden: Where the backward pass of the loss looks for the hidden states' gradient.
+    """
+
+    as_given = True
+
+    def __init__(self, loss: LossOptions, hidden: HiddenGradient) -> None:
+        self.loss = loss
+        self.hidden = hidden
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        head, grads = _head(activations), {}
+        rows = (len(backprops), len(head.weight) or spec.shapes["weight"][0])
+        wanted = Wanted(hidden=self.hidden.room(head, backprops))
+        if "weight" in spec.params:
+            grads["weight"] = head.hidden.new_zeros(*rows, head.hidden.shape[-1])
+            wanted.units = grads["weight"]
+        if "bias" in spec.params:
+            grads["bias"] = wanted.units_bias = head.hidden.new_zeros(rows)
+        sweep(head, backprops, self.loss, wanted)
+        return grads
+
+    def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        head, norms = _head(activations), {}
+        wanted = Wanted(hidden=self.hidden.room(head, backprops))
+        zeros = backprops.new_zeros(2, len(backprops), dtype=wide_dtype(backprops))
+        if "weight" in spec.params:
+            norms["weight"] = wanted.norm_sq = zeros[0]
+        if "bias" in spec.params:
+            norms["bias"] = wanted.norm_sq_bias = zeros[1]
+        sweep(head, backprops, self.loss, wanted)
+        return norms
+
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
+        return 2.0 * backprops.numel() * spec.elements  # the logits again, and the sum
+
+    def grad_dtype(self, activations: Any, backprops: Any) -> torch.dtype:
+        return _head(activations).hidden.dtype
+
+    def weighted_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
+    ) -> dict[str, Tensor]:
+        sums = self.wide_sum(spec, activations, scale_rows(backprops, factors))
+        dtype = _head(activations).hidden.dtype
+        return {name: total.to(dtype) for name, total in sums.items()}
+
+    def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
+        head, wanted, sums = _head(activations), Wanted(), {}
+        wide = wide_dtype(head.hidden)
+        if "weight" in spec.params:
+            sums["weight"] = wanted.total = head.hidden.new_zeros(spec.shapes["weight"], dtype=wide)
+        if "bias" in spec.params:
+            sums["bias"] = wanted.total_bias = head.hidden.new_zeros(
+                spec.shapes["bias"], dtype=wide
+            )
+        sweep(head, backprops, self.loss, wanted)
+        return sums
+
+    def by_rows(self, activations: Any, batch: int) -> bool:
+        return False  # the weight is all rows'
+
+    def cut(self, activations: Any, backprops: Any, start: int, stop: int) -> Use:
+        head = _head(activations)
+        some = head._replace(
+            hidden=head.hidden[start:stop],
+            targets=head.targets[start:stop],
+            lse=head.lse[start:stop],
+        )
+        return as_activations(some), backprops[start:stop]
+
+    def regroup(self, spec: LayerSpec, activations: Any, backprops: Any, units: Units) -> Use:
+        head = _head(activations)
+        try:
+            check_rows_of_units(backprops, backprops.shape, units)
+        except ValueError as error:
+            raise unsupported(spec, activations, backprops, str(error)) from None
+        some = head._replace(
+            hidden=grouped_tokens(head.hidden, 1, units),
+            targets=grouped_tokens(head.targets, 0, units),
+            lse=grouped_tokens(head.lse, 0, units),
+        )
+        return as_activations(some), grouped_tokens(backprops, 0, units)
+
+
+def as_activations(head: Head) -> tuple[Tensor, ...]:
+    """A use of a head as a record holds it."""
+    hidden, weight, bias, targets, lse = head
+    return (hidden, weight, targets, lse) if bias is None else (hidden, weight, targets, lse, bias)
+
+
+def _head(activations: Any) -> Head:
+    hidden, weight, targets, lse, *bias = activations
+    return Head(hidden, weight, bias[0] if bias else None, targets, lse)

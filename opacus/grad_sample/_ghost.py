@@ -1,0 +1,129 @@
+"""What users read and set of a model in a ghost mode; the step itself is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from opacus.core.privacy.clipping import clip_flat
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.record.record import Record
+from opacus.core.sums.strategy import Ghost
+from opacus.grad_sample._norms import Norms, Ordinary
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+
+
+class GhostSettings(GradSampleHooks):
+    """Limits of memory and of the gradient, and how layers are handled."""
+
+    _privacy: PrivacyParams
+    _strategy: Ghost
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """Clipping norm C: the one that the optimizer's noise is scaled with."""
+        return self._privacy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        self._privacy.max_grad_norm = value
+
+    @property
+    def deferred_norm_budget(self) -> int | None:
+        """Bytes that deferred records may hold; beyond it the oldest are computed early.
+
+        ``None`` (the default) means a twentieth of what a CUDA device holds when the backward
+        pass starts, and no limit on the CPU. The numbers are the same whatever the budget.
+        """
+        return self._strategy.budget_bytes
+
+    @deferred_norm_budget.setter
+    def deferred_norm_budget(self, value: int | None) -> None:
+        self._strategy.budget_bytes = _bytes("deferred_norm_budget", value)
+
+    @property
+    def held_budget(self) -> int | None:
+        """Bytes that may be kept for the clipped sum in the ``_bk`` modes.
+
+        Beyond it the smaller of per-sample gradients and records is kept. ``None`` (the
+        default): most of what is free on a CUDA device, and no limit on the CPU.
+        """
+        return self._strategy.held_budget
+
+    @held_budget.setter
+    def held_budget(self, value: int | None) -> None:
+        self._strategy.held_budget = _bytes("held_budget", value)
+
+    @property
+    def _deferred_norm_cache(self) -> list[Record]:
+        """Records of the running norm pass whose norm has not been computed yet."""
+        ledger = self._strategy.ledger
+        return ledger.waiting if ledger is not None else []
+
+    def explain(self) -> str:
+        """The plan of the latest step: what was kept of each layer, and what it costs.
+
+        Before it, which mode ``grad_sample_mode="auto"`` has chosen, and why.
+
+        Raises:
+            RuntimeError: The mode keeps nothing: it is none of the ``_bk`` modes.
+        """
+        planner = self._strategy.planner
+        if planner is None:
+            return super().explain()
+        table = planner.table()
+        if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
+            table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
+        return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
+
+    def log_module_gradient_sample_mode(
+        self, module: nn.Module, *, force_functorch: bool = False, use_ghost_clipping: bool = True
+    ) -> str:
+        """How the norms of ``module``'s own parameters are computed."""
+        for layer in self._recorder.layers:
+            if layer.module is module:
+                return type(layer.rule).__name__
+        return "no trainable parameters of its own"
+
+
+class GhostNorms(GhostSettings):
+    """Norms and clipping factors of the latest pass."""
+
+    trainable_parameters: list[nn.Parameter]
+    _norms: Norms
+    _ordinary: Ordinary
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """``[B]`` norms of the per-sample gradients of the latest norm pass, before clipping."""
+        if self._norms.whole is None:
+            raise AttributeError(
+                "per_sample_gradient_norms is not set: run the criterion's loss.backward() first"
+            )
+        return self._norms.whole
+
+    @per_sample_gradient_norms.setter
+    def per_sample_gradient_norms(self, value: Tensor) -> None:
+        self._norms.whole = value
+
+    def get_norm_sample(self) -> Tensor:
+        """``[B]`` norms of the per-sample gradients, from the parameters' ``_norm_sample``."""
+        self._ordinary.settle()
+        found = self._norms.published(self.trainable_parameters)
+        return self.per_sample_gradient_norms if found is None else found
+
+    def get_clipping_coef(self) -> Tensor:
+        """``[B]`` factors ``min(1, C / (norm + 1e-6))``; 0 where the norm is not finite."""
+        return clip_flat(self.get_norm_sample(), self._privacy.sensitivity).factors
+
+    def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Say which parameter each of the per-layer clipping norms belongs to."""
+        self._norms.put_in_order(parameters)
+
+
+def _bytes(name: str, value: int | None) -> int | None:
+    if value is not None and value < 0:
+        raise ValueError(f"{name} must be a number of bytes >= 0, got {value}")
+    return value

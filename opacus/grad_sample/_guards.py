@@ -1,0 +1,84 @@
+"""What a private model refuses: mixed samples, late sharding, gradients from elsewhere."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients
+from opacus.core.record.recorder import Recorder
+from opacus.core.rules.mixing import MixingCheck
+
+
+class Guards:
+    """Checks before a forward pass, and after a backward pass that is not ours.
+
+    Args:
+        module: The model.
+        recorder: Of its layers.
+        strict: Whether layers that mix samples are refused.
+        sees_loss: Whether the criterion is ours: then the strategy knows when a step's backward
+            pass begins and ends, and looks for foreign gradients itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, recorder: Recorder, *, strict: bool, sees_loss: bool
+    ) -> None:
+        self._module = module
+        self._recorder = recorder
+        self._mixing = MixingCheck(module if strict else nn.Identity())
+        self._sharding_is_known = self.sharded()
+        self._held: frozenset[str] | None = None
+        self._foreign: ForeignGradients | None = None
+        if not sees_loss:
+            trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+            self._foreign = ForeignGradients(trainable, self._refuse)
+
+    def hold(self, names: frozenset[str] | None) -> None:
+        """The names of the parameters that the optimizer holds; ``None``: all."""
+        self._held = names
+
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds parameters, or any is a DTensor."""
+        layers = self._recorder.layers
+        held = (layer.parameter(name) for layer in layers for name in layer.spec.params)
+        return is_fsdp(self._module) or any(is_dtensor(p) for p in held)
+
+    def check(self, enabled: bool) -> None:
+        """A forward pass is about to start, with hooks enabled or not.
+
+        Raises:
+            NotImplementedError: A layer mixes samples now.
+            RuntimeError: In the first one: parameters were replaced by sharded ones.
+        """
+        if enabled:
+            self._mixing.check()
+        if self._sharding_is_known:
+            return
+        if self.sharded():
+            raise RuntimeError(
+                "the model was sharded after make_private, which gave it parameters that the "
+                "optimizer does not hold and that get no noise: shard it first, build the "
+                "optimizer from its parameters, then call make_private"
+            )
+        self._sharding_is_known = True
+
+    def _refuse(self, names: list[str]) -> None:
+        """Parameters have received gradients from autograd: fine if none of them is private now.
+
+        Raises:
+            RuntimeError: They are; all gradients are dropped.
+        """
+        recorder, held = self._recorder, self._held
+        names = [name for name in names if held is None or name in held]
+        private = bool(names) and recorder.enabled and not recorder.probed
+        if not private or not any(layer.module.training for layer in recorder.layers):
+            return
+        for parameter in self._module.parameters():
+            parameter.grad = parameter.grad_sample = None  # type: ignore[attr-defined]
+        raise foreign_gradients(names)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        if self._foreign is not None:
+            self._foreign.remove()

@@ -1,0 +1,157 @@
+"""Norms that can be read: of the criterion's norm pass, and of ordinary backward passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.norms.ledger import NormLedger, total_norms
+from opacus.core.record.record import ForwardPass, Generation, Record
+from opacus.core.record.recorder import Recorder
+from opacus.core.record.tap import trains
+from opacus.core.rules.base import scale_rows
+from opacus.core.sums.strategy import Ghost
+from opacus.grad_sample._samplers import total_norm
+
+logger = logging.getLogger(__name__)
+
+
+class Norms:
+    """Per-sample norms of the latest pass, whole and (as ``p._norm_sample``) by parameter.
+
+    Args:
+        module: The model.
+
+    Attributes:
+        by_name: Squared norms ``[B]`` of the latest norm pass, by parameter name.
+        whole: ``[B]`` norms of the whole gradients; ``None`` before there are any.
+        order: Names of the trainable parameters, in the order of per-layer clipping norms.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.whole: Tensor | None = None
+        self._parameters = dict(module.named_parameters())
+        self.order = [name for name, p in self._parameters.items() if p.requires_grad]
+
+    def put_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the order from an optimizer's parameters."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        self.order = [names[id(p)] for p in parameters]
+
+    def take(self, norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:
+        """The norms of a whole pass: keep and publish them; returns those of all together."""
+        self.by_name = norm_sq
+        self.whole = total_norms(norm_sq, batch, device)
+        self.publish(norm_sq)
+        return self.whole
+
+    def publish(self, norm_sq: Mapping[str, Tensor]) -> None:
+        """Set ``p._norm_sample``; no norm of a layer that was not used stays."""
+        roots = torch._foreach_sqrt(list(norm_sq.values())) if norm_sq else []
+        norms = dict(zip(norm_sq, roots, strict=True))
+        for name, parameter in self._parameters.items():
+            if name in norms:
+                parameter._norm_sample = norms[name]  # type: ignore[attr-defined]
+            elif hasattr(parameter, "_norm_sample"):
+                del parameter._norm_sample
+
+    def forget(self) -> None:
+        """A pass begins whose norms are not known yet."""
+        self.whole = None
+        self.publish({})
+
+    def published(self, parameters: Sequence[Any]) -> Tensor | None:
+        """``[B]`` norms from ``p._norm_sample``, ``None`` if no parameter has it."""
+        named = [p._norm_sample for p in parameters if hasattr(p, "_norm_sample")]
+        if named:
+            self.whole = total_norm(named)
+        return self.whole
+
+
+class Ordinary:
+    """What an ordinary ``backward()`` shows: its norms can be looked at, nothing is clipped.
+
+    Args:
+        norms: Where norms go.
+        recorder: Of the model.
+        strategy: Of the model; refuses what the criterion and an ordinary loss share.
+    """
+
+    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost) -> None:
+        self._norms = norms
+        self._recorder = recorder
+        self._strategy = strategy
+        self._ledger: NormLedger | None = None
+        self._generation: Generation | None = None
+        self._passes: set[ForwardPass] = set()  # on one sample, among them
+        self._warned = False
+
+    def forget(self) -> None:
+        """The criterion's pass begins, or the norms were read."""
+        self._ledger = self._generation = None
+
+    def settle(self) -> None:
+        """Publish what has been seen since; its norms are about to be read."""
+        if self._ledger is not None:
+            with self._recorder.paused(), torch.no_grad():
+                self._norms.publish(self._ledger.finish())
+            self.forget()
+
+    def receive(self, record: Record, mean: bool) -> None:
+        """A layer's record; ``mean``: the loss was a mean over samples."""
+        self._note(record.forward_pass, list(record.layer.owners.values()))
+        ledger = self._ledger
+        if (
+            ledger is None
+            or self._generation is not record.generation
+            or (not record.reused and ledger.has_measured(record.spec.name))  # retain_graph=True
+        ):
+            ledger = self._ledger = NormLedger(record.rows)
+            self._generation = record.generation
+            self._norms.forget()
+        if mean:
+            backprops = record.backprops
+            first = backprops[0] if isinstance(backprops, tuple) else backprops
+            rows = torch.full(
+                (len(first),), float(record.mean_of), dtype=torch.float32, device=first.device
+            )
+            record = replace(record, backprops=scale_rows(backprops, rows))
+        with self._recorder.paused():
+            ledger.add(record)
+        known = ledger.known(record.layer.owners.values())
+        for local, owner in record.layer.owners.items():
+            if owner in known:
+                parameter: Any = record.layer.parameter(local)
+                parameter._norm_sample = known[owner].sqrt()
+
+    def receive_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
+        """The gradients of a batch of one sample; see :meth:`receive`."""
+        self._note(forward_pass, list(grads))
+        generation = forward_pass.generation
+        if self._generation is not generation or forward_pass in self._passes:
+            self._ledger, self._generation = NormLedger(1), generation
+            self._passes.clear()
+            self._norms.whole = None
+        assert self._ledger is not None
+        self._passes.add(forward_pass)
+        self._ledger.add_whole(grads)
+        self._norms.publish(self._ledger.known())
+
+    def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
+        if forward_pass is None or not parameters or not trains():
+            return  # autograd.grad asks for other gradients than the parameters'
+        self._strategy.note_ordinary(forward_pass, parameters)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "backward() of an ordinary loss ran through the private model in train mode. In "
+                "ghost modes it leaves no gradient in the model's parameters: losses come from "
+                "the criterion of make_private. For other losses (public data, inputs, another "
+                "network) call eval() or disable_hooks() before the forward pass, or ignore this."
+            )

@@ -1,0 +1,73 @@
+"""Units that the model's arguments name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
+from opacus.core.step.auto import Choice
+from opacus.grad_sample._opacus_names import OpacusNames
+
+
+class NamedByUser(OpacusNames):
+    """The part of the hooks that knows what the user has named: units, and the mode.
+
+    Attributes:
+        auto_choice: What ``grad_sample_mode="auto"`` stood for, if that is what was asked for.
+        privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
+            sample i.
+    """
+
+    auto_choice: Choice | None = None
+    privacy_unit: str | None = None
+
+    def explain(self) -> str:
+        """Which mode ``grad_sample_mode="auto"`` has chosen, and why.
+
+        Raises:
+            RuntimeError: Another mode was asked for: there is nothing to explain.
+        """
+        if self.auto_choice is None:
+            raise RuntimeError(
+                "there is a plan in the *_bk modes only, for each step that was run, and a choice "
+                "to explain with grad_sample_mode='auto'"
+            )
+        return str(self.auto_choice)
+
+    def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Take the names of units from the model's arguments, if there are any."""
+        key, recorder = self.privacy_unit, self._recorder
+        trains = key is not None and recorder.active(self._module)
+        if key is None or not (trains or gives_units(key, args, kwargs)):
+            return args, kwargs  # in evaluation nobody's units matter
+        args, kwargs, names = take_units(key, args, kwargs)
+        recorder.named = None
+        if trains:
+            recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
+            self._check_unit_ranks(key, recorder.named.names)
+        return args, kwargs
+
+    def _check_unit_ranks(self, key: str, names: Tensor) -> None:
+        """Refuse a unit of which several ranks have rows: each would clip its own part.
+
+        Raises:
+            ValueError: On all ranks.
+        """
+        if key in DOCUMENTS or not (dist.is_available() and dist.is_initialized()):
+            return
+        if getattr(self, "data_layout", "sharded") == "replicated":
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, names.tolist())
+        seen = Counter(name for own in everyone for name in own)
+        twice = sorted(name for name, count in seen.items() if count > 1)
+        if twice:
+            raise ValueError(
+                f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "
+                "clip its own part only: let all rows of a unit be on one rank"
+            )
