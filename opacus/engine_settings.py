@@ -48,6 +48,7 @@ class Settings:
     sample_rate: float | None
     correlated_noise: CorrelatedNoise | None = None
     sampling: Sampling | None = None
+    max_batch_size: int | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice | None = None
 
@@ -75,6 +76,7 @@ class Settings:
             "sample_rate": self.sample_rate,
             "correlated_noise": self.correlated_noise,
             "sampling": self.sampling,
+            "max_batch_size": self.max_batch_size,
             "further_arguments": sorted(self.further),
         }
 

@@ -69,11 +69,15 @@ class Coins:
         """A word, int64 in [0, 2^32), for each of the items ``start`` to ``end - 1``."""
         return words_between(start, end, self.key, self.number, self.secure)
 
-    def kept(self, chosen: Tensor, most: int | None) -> Tensor:
-        """So many of the chosen items, uniformly drawn, in order; all of them if they are fewer."""
+    def kept(self, chosen: Tensor, most: int | None, rank: int = 0) -> Tensor:
+        """So many of the chosen items, uniformly drawn, in order; all of them if they are fewer.
+
+        Ranks that hold different items draw by themselves.
+        """
         if most is None or len(chosen) <= most:
             return chosen
-        words = words_between(0, 2 * len(chosen), self.cut, self.number, self.secure)
+        start = rank << 34
+        words = words_between(start, start + 2 * len(chosen), self.cut, self.number, self.secure)
         places = ((words[1::2] << 21) | (words[::2] >> 11)).argsort()[:most]
         return chosen[places.sort().values]
 
@@ -332,7 +336,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
             chosen = self._draw(self.total_size, self.sample_rate, coins)
             # NumPy integers index everything that int does, and have `.item()` as tensors do.
             own = chosen[torch.from_numpy(owner)[chosen] == self.rank]
-            yield list(coins.kept(own, self.most).numpy())
+            yield list(coins.kept(own, self.most, self.rank).numpy())
 
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""
