@@ -55,31 +55,30 @@ class Layer:
 
     def place(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where a parameter is: the dict that holds it, and its key there."""
-        path, _, local = name.rpartition(".")
-        return (self.module.get_submodule(path) if path else self.module)._parameters, local
+        return place_in(self.module, name)
 
     def parameter(self, name: str) -> nn.Parameter | None:
         """The parameter of this local name, as it is now."""
         parameters, local = self.place(name)
         return parameters.get(local)
 
-    def detach_parameters(self) -> dict[str, nn.Parameter]:
+    def detach_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Put detached tensors in the places of the trainable parameters; returns those."""
         kept: dict[str, nn.Parameter] = {}
         for name in self.spec.params:
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameter = parameters.get(local)
             if parameter is not None and parameter.requires_grad and not is_alias(parameter):
                 kept[name] = parameter
         for name, parameter in kept.items():
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameters[local] = parameter.detach()  # type: ignore[assignment]
         return kept
 
-    def put_back(self, kept: Mapping[str, nn.Parameter]) -> None:
+    def put_back(self, kept: Mapping[str, nn.Parameter], module: nn.Module) -> None:
         """Undo :meth:`detach_parameters`."""
         for name, parameter in kept.items():
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameters[local] = parameter
 
     def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
@@ -107,6 +106,12 @@ class Layer:
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
+
+
+def place_in(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+    """See :meth:`Layer.place`."""
+    path, _, local = name.rpartition(".")
+    return (module.get_submodule(path) if path else module)._parameters, local
 
 
 def is_alias(parameter: Tensor) -> bool:
