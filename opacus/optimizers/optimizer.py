@@ -44,6 +44,12 @@ def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
     check_processed(obj if isinstance(obj, list) else [obj])
 
 
+def _tensors_of(parameters: Sequence[Any]) -> list[Tensor]:
+    """The per-sample gradients of parameters, of all accumulated batches."""
+    every = [parameter.grad_sample for parameter in parameters]
+    return [t for one in every for t in (one if isinstance(one, list) else [one])]
+
+
 def _generate_noise(
     std: float,
     reference: Tensor,
@@ -178,8 +184,7 @@ class DPOptimizer(
     def clip_and_accumulate(self) -> None:
         """Clip the per-sample gradients and add their sum to ``p.summed_grad``."""
         used = self._used_parameters()
-        for parameter in used:
-            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
+        _check_processed_flag(_tensors_of(used))
         self._note_clipping_norm()
         samples = [self._get_flat_grad_sample(p) for p in used]
         check_rows(samples)
@@ -189,8 +194,7 @@ class DPOptimizer(
             for parameter in used:  # the noised gradient is next; that of autograd takes memory
                 parameter.grad = None
         self._accumulate(used, [*weighted_sums(clipped, samples)], scale)
-        for parameter in used:
-            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
+        _mark_as_processed(_tensors_of(used))
         if clipped:
             self._skipped_samples = self._skipped_samples + clipped[0].excluded.sum()
 
@@ -209,9 +213,9 @@ class DPOptimizer(
 
     def _discard(self) -> None:
         """Use up the per-sample gradients of a batch that overflowed."""
-        for parameter in self._used_parameters():
-            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
-            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
+        tensors = _tensors_of(self._used_parameters())
+        _check_processed_flag(tensors)
+        _mark_as_processed(tensors)
 
     def _accumulate(
         self, parameters: Sequence[nn.Parameter], grads: list[Tensor | None], scale: float

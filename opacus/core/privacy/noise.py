@@ -14,10 +14,9 @@ from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.sharded import compute_devices, locals_of
+from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.key import APART, RunKey
 
-# Elements whose noise is added by one call.
-PIECE_ELEMENTS = 1 << 26
 # What wrappers put before a parameter's name.
 _WRAPPERS = ("_module.", "module.", "_orig_mod.")
 _INNER_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -99,7 +98,7 @@ def _add(
     secure: bool,
     past: Sequence[tuple[float, int]],
 ) -> None:
-    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
+    for piece in consecutive(draws, attrgetter("region.size"), NOISE_ELEMENTS):
         add_gaussian(std, piece, step, secure, past)
 
 

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
-from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
+from opacus.core.privacy.noise import add_noise
 
 
 class Single:
@@ -137,7 +138,7 @@ class Single:
         step: int,
         past: list[tuple[float, int]],
     ) -> Iterator[list[Tensor]]:
-        for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
+        for piece in consecutive(jobs, itemgetter(3), NOISE_ELEMENTS):
             todo = [
                 (total, total if in_place and total.dtype == dtype else _like(total, dtype), name)
                 for total, dtype, name, _ in piece

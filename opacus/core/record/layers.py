@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -62,6 +62,12 @@ class Layer:
         parameters, local = self.place(name)
         return parameters.get(local)
 
+    def parameters(self, names: Iterable[str]) -> list[nn.Parameter | None]:
+        """:meth:`parameter` of each name."""
+        module = self.module
+        places = [place_in(module, name) for name in names]
+        return [parameters.get(local) for parameters, local in places]
+
     def detach_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Put detached tensors in the places of the trainable parameters; returns those."""
         kept: dict[str, nn.Parameter] = {}
@@ -101,8 +107,8 @@ class Layer:
     def trained_names(self) -> tuple[str, ...]:
         """Local names of the parameters that require gradients and that the optimizer holds."""
         names: list[str] = []
-        for name in self.spec.params:
-            parameter = self.parameter(name)
+        every = self.spec.params
+        for name, parameter in zip(every, self.parameters(every), strict=True):
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
@@ -144,7 +150,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
-        batch_first = written.batch_leads or _own_layout(module, spec)
+        batch_first = written.batch_leads or _own_batch_first(module, spec)
         features = written.features(spec)
         layers.append(
             Layer(
@@ -155,7 +161,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
     return layers
 
 
-def _own_layout(module: nn.Module, spec: LayerSpec) -> bool | None:
+def _own_batch_first(module: nn.Module, spec: LayerSpec) -> bool | None:
     """What a layer says of itself: whether its batch comes first."""
     own = spec.options.get("batch_first", getattr(module, "batch_first", None))
     return own if isinstance(own, bool) else None
