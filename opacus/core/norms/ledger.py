@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
 from opacus.core.platform.profiling import each_layer
+from opacus.core.record.blocks import Visit
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
@@ -32,6 +34,12 @@ class Storage(Protocol):
 
     def stores(self, record: Record) -> bool:
         """Whether its per-sample gradients are kept (else the record is)."""
+
+    def replays(self, record: Record) -> Visit | None:
+        """The run of its block that is repeated, so that nothing of it is kept."""
+
+    def visited(self, record: Record) -> None:
+        """Its norm is known, or will be."""
 
 
 class NormLedger:
@@ -175,6 +183,7 @@ class NormLedger:
     ) -> None:
         """Norms of layers that stand alone; with a planner, also what is kept of each."""
         if self.planner is not None:
+            records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
                     self._form(record)
@@ -187,6 +196,23 @@ class NormLedger:
             return
         if records:
             (compute or self._compute)(records)
+
+    def _left_to_a_replay(self, record: Record) -> bool:
+        """Whether a record was measured and dropped, for its block runs again."""
+        assert self.planner is not None
+        visit = self.planner.replays(record)
+        if visit is not None:
+            self._drop(visit.names, visit.owners)
+            self._compute([record])
+        self.planner.visited(record)
+        return visit is not None
+
+    def _drop(self, layers: AbstractSet[str], owners: AbstractSet[str]) -> None:
+        """Drop what is held of these layers, whose norms stay."""
+        self.held = [r for r in self.held if r.spec.name not in layers]
+        self.formed_layers -= layers
+        for owner in owners & self.formed.keys():
+            self._accumulate(owner, sum_of_squares(self.formed.pop(owner)))
 
     @each_layer
     def _form(self, record: Record) -> None:

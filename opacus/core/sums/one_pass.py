@@ -8,7 +8,9 @@ chooses for each layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 import torch
@@ -18,10 +20,13 @@ from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_eac
 from opacus.core.norms.ledger import check_unchanged
 from opacus.core.platform.profiling import WEIGHTED_SUM, each_layer, timed
 from opacus.core.privacy.clipping import excluded_or_none
-from opacus.core.record.record import Record
+from opacus.core.record.blocks import Blocks, replayable
+from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner, free_memory
-from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.replay import Replay
+from opacus.core.sums.seen import BLOCK_ADVICE, compared
+from opacus.core.sums.strategy import Ghost, Phase
 from opacus.core.sums.weighting import Weighting
 
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
@@ -36,6 +41,9 @@ class GradientSink(Protocol):
 
     def finish(self) -> None:
         """All parameters have been put: set their ``grad``."""
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """Which blocks are replayed: parameters of each, and whether this process wants to."""
 
     def abandon(self) -> None:
         """Drop what has been put since the latest :meth:`finish`, after an error."""
@@ -93,6 +101,10 @@ class Terms:
 
 class LocalSink:
     """Adds each sum to the parameter's ``grad`` on this process."""
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """See :class:`GradientSink`: what this process wants."""
+        return [wanted for _, wanted in blocks]
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
@@ -157,11 +169,14 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
+        self._take: Callable[[Record], None] | None = None
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
-        budget = self.held_budget
-        self.planner.start(free_memory(losses.device) if budget is None else budget)
+        budget, peak = self.held_budget, self.memory_budget
+        if budget is None and peak is None:
+            budget = free_memory(losses.device)
+        self.planner.start(budget, peak)
         super().norm_pass(losses, retain_graph)
 
     def abandon(self) -> None:
@@ -188,8 +203,10 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         masked = excluded_or_none(excluded)
-        sums = _KeptSums(ledger.held, Weighting(factors, masked))
+        weighting = Weighting(factors, masked)
+        sums = _KeptSums(ledger.held, weighting)
         ledger.held = []
+        replay = self._replay(weighting)
         for name, parameter in self.parameters:
             if not parameter.requires_grad:
                 continue
@@ -197,8 +214,53 @@ class OnePass(Ghost):
             if own is None:  # a parameter without a norm took no part
                 own = torch.zeros(len(excluded), dtype=torch.float32, device=excluded.device)
             stored = ledger.formed.pop(name, None)
-            self.sink.put(name, Terms(stored, sums.terms_of(name), own, masked))
+            again = [] if replay is None else replay.terms_of(name)
+            self.sink.put(name, Terms(stored, sums.terms_of(name) + again, own, masked))
         self.sink.finish()
+        self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
+
+    def _replay(self, weighting: Weighting) -> Replay | None:
+        """The blocks that run again; ``None`` if none may."""
+        blocks = self.planner.blocks
+        if blocks is None:
+            return None
+        visits, blocks.chosen = blocks.chosen, []
+        wanted = {id(visit.block) for visit in visits}
+        agreed = self.sink.agree([(b.owners, id(b) in wanted) for b in blocks.found])
+        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
+        return Replay(some, visits, weighting, self.planner.seen, self._recording)
+
+    @contextmanager
+    def _recording(
+        self, forward_pass: ForwardPass, take: Callable[[Record], None]
+    ) -> Iterator[None]:
+        """Layers are tapped as in a forward pass; what their backward brings is taken."""
+        recorder = self.recorder
+        self._take, recorder._current = take, forward_pass
+        self.phase, recorder.in_backward = Phase.SUM, True
+        try:
+            yield
+        finally:
+            self._take, recorder._current = None, None
+            self.phase, recorder.in_backward = Phase.IDLE, False
+
+    def receive(self, record: Record) -> None:
+        """Sink of the recorder."""
+        if self.phase is Phase.SUM and self._take is not None:
+            self._take(record)
+        else:
+            super().receive(record)
+
+    def limit_memory(self, model: nn.Module) -> None:
+        """A budget has been set or taken away: blocks may have to run again, or not any more."""
+        blocks, self.planner.blocks = self.planner.blocks, None
+        if blocks is not None:
+            blocks.remove()
+        limited = self.held_budget is not None or self.memory_budget is not None
+        if limited and not self.deferred:
+            recorder = self.recorder
+            self.planner.blocks = Blocks(recorder, replayable(model, recorder.layers))
+            recorder.handles += self.planner.blocks.handles
 
 
 class _KeptSums:
