@@ -33,8 +33,9 @@ ALLOWED = {
     "checkpoints": {"core", "data", "distributed", "grad_sample", "optimizers", "utils"},
     "distributed_checkpoint": {"checkpoints"},
     "engine_accounting": {"accountants"},
-    "engine_settings": {"core"},
+    "engine_settings": {"accountants", "core"},
     "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
+    "engine_sampling": {"accountants", "core", "data", "engine_settings"},
     "engine_checkpoints": {
         *("checkpoints", "core", "engine_accounting", "optimizers", "schedulers"),
     },

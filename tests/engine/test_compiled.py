@@ -403,7 +403,7 @@ def test_nothing_is_left_when_graphs_are_gone() -> None:
     del output
     gc.collect()
     assert len(compiled_tap._links) == 0
-    assert private[0]._recorder.waiting_batches() == []
+    assert private[0]._recorder.passes.waiting_batches() == []
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -414,8 +414,8 @@ def test_copies_of_a_model_have_layers_of_their_own(way: str) -> None:
         block.compile(backend="aot_eager")
     inputs, _ = tokens_and_classes()
     output = other(inputs)
-    assert model._recorder.waiting_batches() == []
-    assert set(other._recorder.waiting_batches()) == {B}
+    assert model._recorder.passes.waiting_batches() == []
+    assert set(other._recorder.passes.waiting_batches()) == {B}
     del output
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.layers import Layer
+from opacus.core.record.passes import Passes
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.rules.spec import layer_kind
 
@@ -99,7 +100,7 @@ class Visit:
 class Runs(Protocol):
     """What blocks ask of the recorder."""
 
-    _current: ForwardPass | None
+    passes: Passes
 
     def active(self, module: nn.Module) -> bool:
         """Whether layers are tapped if they run now."""
@@ -151,7 +152,7 @@ class Blocks:
         return visit if own else None
 
     def _before(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
-        current = self._recorder._current
+        current = self._recorder.passes.current
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
             return
         visit = Visit(block, current, args, kwargs)

@@ -71,11 +71,10 @@ class Replay:
             if record.spec.name not in visit.names:
                 return
             self._seen.replayed(record)
-            for names in self._weighting.together(record):
-                for name, total in self._weighting.sums(record, names).items():
-                    owner = record.layer.owners[name]
-                    known = self._sums.get(owner)
-                    self._sums[owner] = total if known is None else known + total
+            for name, total in self._weighting.sums(record).items():
+                owner = record.layer.owners[name]
+                known = self._sums.get(owner)
+                self._sums[owner] = total if known is None else known + total
 
         assert visit.gradient is not None
         with self._recording(visit.forward_pass, take):
