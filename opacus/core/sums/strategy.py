@@ -24,7 +24,7 @@ from opacus.core.privacy.processed import was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
-from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
+from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
 from opacus.core.sums.weighting import Weighting
 
@@ -80,6 +80,7 @@ class Ghost:
         self.budget_bytes = budget_bytes
         self.planner: Planner | None = None
         self.held_budget: int | None = None
+        self.memory_budget: int | None = None
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
@@ -91,7 +92,11 @@ class Ghost:
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
+        self.memory_budget = other.memory_budget
         self._summed = other._summed
+
+    def limit_memory(self, model: nn.Module) -> None:
+        """A budget of what is kept for the sum has been set; only one pass keeps anything."""
 
     def watch_ordinary(
         self,
@@ -327,7 +332,7 @@ class TwoPass(Ghost):
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
-            self.doubt = self._compared()
+            self.doubt = compared(self._seen, REPLAY_ADVICE)
         finally:
             self._weighting = self.ledger = None
             self._seen = Seen()
@@ -353,20 +358,6 @@ class TwoPass(Ghost):
             }
         self._seen.replayed(record)
         return weighting.sums(record)
-
-    def _compared(self) -> Tensor | None:
-        """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
-
-        Raises:
-            RuntimeError: On a CPU, if it does; names the layer.
-        """
-        differs = self._seen.differs()
-        if differs is None or differs.is_cuda:
-            return differs
-        if bool(differs):
-            name = self._seen.first_that_differs()
-            raise RuntimeError(f"{described(name)}. {REPLAY_ADVICE}")
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}
