@@ -44,5 +44,6 @@ LAST_BUCKET_ELEMENTS = 1 << 16
 
 # --- noise ---
 
-# Elements whose noise is added by one call.
+# Elements of new tensors with noise that are made at once: the sums that they replace go before
+# the next.
 NOISE_ELEMENTS = 1 << 26
