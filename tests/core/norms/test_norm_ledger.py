@@ -22,11 +22,11 @@ from opacus.core.rules.generic import Call
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
 Use = tuple[Layer, Inputs, Tensor]
-MODELS: list[nn.Module] = []  # layers do not keep theirs
+ALIVE: list[nn.Module] = []  # layers do not keep theirs
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    MODELS.append(model)
+    ALIVE.append(model)
     return layers_file.layers_of(model)
 
 
