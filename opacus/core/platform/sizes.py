@@ -44,6 +44,5 @@ LAST_BUCKET_ELEMENTS = 1 << 16
 
 # --- noise ---
 
-# Elements of new tensors with noise that are made at once: the sums that they replace go before
-# the next.
+# Elements of new tensors with noise that are made at once; the sums they replace go before more.
 NOISE_ELEMENTS = 1 << 26

@@ -83,7 +83,8 @@ def add_noise(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
         draws += _draws(source, local, place, keys)
-    add_gaussian(std, draws, step, secure, past)
+    if draws:
+        add_gaussian(std, draws, step, secure, past)
     for place, result in back:
         place.copy_(result)
 

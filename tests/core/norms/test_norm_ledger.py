@@ -22,11 +22,11 @@ from opacus.core.rules.generic import Call
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
 Use = tuple[Layer, Inputs, Tensor]
-ALIVE: list[nn.Module] = []  # layers do not keep theirs
+KEPT: list[nn.Module] = []  # layers do not keep theirs
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    ALIVE.append(model)
+    KEPT.append(model)
     return layers_file.layers_of(model)
 
 
