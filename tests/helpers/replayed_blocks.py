@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests import oracle
+from tests.helpers import oracle
 
 B, T, D = 5, 6, 8
 

@@ -80,7 +80,8 @@ class Visit:
         if self.versions_now() != self.versions:
             raise RuntimeError(
                 "what a block of the model was given, or the gradient of its output, was changed "
-                "in place, so that it cannot be run again: leave held_budget and memory_budget unset"
+                "in place, so that it cannot be run again: leave held_budget and memory_budget "
+                "unset"
             )
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self.arguments
