@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.core.sums import test_replayed_blocks as one
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers import replayed_blocks as one
+from tests.helpers.distributed import progress, run_distributed
 
 # mode, checkpoints, bytes that each rank may hold, rows of each rank
 CASES = [

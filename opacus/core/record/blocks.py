@@ -9,6 +9,7 @@ Note [Visits]
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.layers import Layer
@@ -30,9 +32,14 @@ class Block:
     """A part of the model that owns its parameters alone, and that can be run by itself."""
 
     def __init__(self, module: nn.Module, layers: Sequence[Layer]) -> None:
-        self.module = module
+        self.held = HeldModule(module)
         self.names = frozenset(layer.spec.name for layer in layers)
         self.owners = frozenset(owner for layer in layers for owner in layer.owners.values())
+
+    @property
+    def module(self) -> nn.Module:
+        """The part itself."""
+        return self.held()
 
 
 class Visit:
@@ -54,16 +61,15 @@ class Visit:
         self.chosen = False
         self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
         self.arguments: Any = (args, kwargs) if self.possible else None
-        self.versions = self._versions()
         self.gradient: Tensor | None = None
+        self.versions = self.versions_now()
         self.random = _random_state()
         self.autocast = _autocast(tree_leaves((args, kwargs)))
 
     @property
     def bytes(self) -> int:
         """What a replay needs to be kept."""
-        kept = [*self._tensors(), *([] if self.gradient is None else [self.gradient])]
-        return sum(t.numel() * t.element_size() for t in kept)
+        return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def run(self) -> Tensor:
         """Run the block forward as it ran; layers are tapped as the recorder's state asks for.
@@ -71,10 +77,11 @@ class Visit:
         Raises:
             RuntimeError: What it was given has been changed in place.
         """
-        if self._versions() != self.versions:
+        if self.versions_now() != self.versions:
             raise RuntimeError(
-                "what a block of the model was given was changed in place after it had run, so "
-                "that it cannot be run again: leave held_budget and memory_budget unset"
+                "what a block of the model was given, or the gradient of its output, was changed "
+                "in place, so that it cannot be run again: leave held_budget and memory_budget "
+                "unset"
             )
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self.arguments
@@ -90,11 +97,13 @@ class Visit:
         assert len(found) == 1
         return found[0]
 
-    def _tensors(self) -> list[Tensor]:
-        return [t for t in tree_leaves(self.arguments) if isinstance(t, Tensor)]
-
-    def _versions(self) -> list[int]:
+    def versions_now(self) -> list[int]:
+        """How often what it was given, and its output's gradient, have been changed in place."""
         return [t._version for t in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        given = [t for t in tree_leaves(self.arguments) if isinstance(t, Tensor)]
+        return given if self.gradient is None else [*given, self.gradient]
 
 
 class Runs(Protocol):
@@ -118,7 +127,7 @@ class Blocks:
         self.found = list(found)
         self._recorder = recorder
         self._open: dict[int, Visit] = {}
-        self._ran: dict[int, Visit] = {}
+        self._ran: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
         self.current: Visit | None = None  # the block that the backward pass is in
         self.chosen: list[Visit] = []
         self.handles: list[Any] = []
@@ -179,9 +188,13 @@ class Blocks:
             before.arguments = before.gradient = None
         self._ran.pop(id(visit.block), None)
         visit.gradient = grad.detach()
+        visit.versions = [*visit.versions, grad._version]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}, "_ran": {}, "current": None, "chosen": []}
+        return {**self.__dict__, "_open": {}, "_ran": None, "current": None, "chosen": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _ran=weakref.WeakValueDictionary())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
