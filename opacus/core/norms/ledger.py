@@ -149,6 +149,10 @@ class NormLedger:
         """Norms of all records that waited, in as few calls as can be."""
         for record in waiting:
             check_unchanged(record)
+        for record in waiting:  # a layer's gradients are formed in all uses, or in none
+            if record.spec.name in self.formed_layers:
+                self._form(record)
+        waiting = [r for r in waiting if r.spec.name not in self.formed_layers]
         shared = [r for r in waiting if r.layer.shared]
         layers = by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in layers if len(uses) == 1]

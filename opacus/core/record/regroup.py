@@ -40,7 +40,7 @@ def regrouped(
     Raises:
         ValueError: Names the layer; see :meth:`LayerRule.regroup`.
     """
-    dim = units.dim or 0
+    dim, units = units.in_front()
     backprops = [_in_front(g.detach(), dim) for g in grads]
     inputs = [_in_front(t, dim) for t in tensors]
     first = backprops[0]

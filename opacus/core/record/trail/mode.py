@@ -122,9 +122,8 @@ class Trail(TorchDispatchMode):
     def _layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
     ) -> Units | None:
-        state = self.state(output)
+        state = self._somebodys(output)
         if isinstance(state, Labels):
-            self.moved |= state.moved
             whole = in_order(state.ids, self.count, batch_dim)
             if whole is not None:  # constants stand in for units of which nothing came here
                 state = Labels(whole, spec, state.moved)
@@ -133,7 +132,7 @@ class Trail(TorchDispatchMode):
             if units is not None and units.ids is not None and not state.moved:
                 self._note_use(spec, units.ids)
             return units
-        before = [self.state(t) for t in inputs]
+        before = [self._somebodys(t) for t in inputs]
         mixed = next((s for s in [state, *before] if isinstance(s, Lost) and s.mixed), None)
         if mixed is not None:
             raise ValueError(
@@ -156,6 +155,15 @@ class Trail(TorchDispatchMode):
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
         self._memory.put(output, labels, DATA)
         return None
+
+    def _somebodys(self, tensor: Tensor) -> State:
+        """Whose a layer's rows are; nobody's, if values have picked none of any unit."""
+        state = self.state(tensor)
+        if isinstance(state, Labels):
+            self.moved |= state.moved
+            if state.ids.numel() and not bool((state.ids >= 0).any()):
+                return None
+        return state
 
     def _note_use(self, spec: LayerSpec, ids: Tensor) -> None:
         used = ids[ids >= 0].bincount(minlength=self.count).cpu()
