@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.cases.moves import (
     APART,
     CLIP,
@@ -19,10 +20,12 @@ from tests.cases.moves import (
     Example,
     clipped_sum,
     distance,
+    drawn,
     is_refusal,
     private,
     step,
 )
+from tests.distributed_utils import progress, run_distributed
 
 MODES = [
     "hooks", "functorch", "ew", "ghost", "ghost-deferred", "ghost-formed", "ghost_bk", "flash",
@@ -54,7 +57,7 @@ def outcome(example: Example, mode: str) -> str:
         return "refused"
     want = clipped_sum(example)
     assert distance(got, want) < 1e-4 * distance(want, [0 * w for w in want]), example
-    for unit in every[: 2 if len(every) > 1 else 0]:  # without a unit: at most C away
+    for unit in every[: min(1, len(every) - 1)]:  # without a unit: at most C away
         less = step(made, example, torch.where(units != unit)[0])
         assert distance(got, less) <= CLIP * (1 + 1e-4), (example, unit)
     return "computed"
@@ -68,8 +71,9 @@ def _as_it_is(net: nn.Module) -> nn.Module:
 def test_in_one_process(mode: str) -> None:
     found: Counter[str] = Counter()
 
+    @seed(MODES.index(mode))
     @settings(
-        max_examples=9, deadline=None, derandomize=True, database=None,
+        max_examples=4 if mode == "functorch" else 6, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(example=examples())
@@ -85,7 +89,7 @@ def test_in_one_process(mode: str) -> None:
 # --- FSDP2 ---
 
 # Examples by number; ranks hold whole units.
-NUMBERS = {2: range(100, 112), 4: range(200, 206)}
+NUMBERS = {2: range(100, 108), 4: range(200, 204)}
 
 
 def on_ranks(example: Example, world_size: int) -> list[torch.Tensor]:
@@ -99,14 +103,11 @@ def sharded_example(number: int, world_size: int) -> Example:
     return replace(example, units=tuple(range(len(example.units)))) if example.mixes else example
 
 
-def outcomes(rank: int, world_size: int) -> dict[str, list[str]]:
-    return {
-        mode: [
-            sharded_outcome(rank, world_size, mode, sharded_example(number, world_size))
-            for number in NUMBERS[world_size]
-        ]
-        for mode in SHARDED
-    }
+def outcomes(rank: int, world_size: int) -> list[str]:
+    return [
+        sharded_outcome(rank, world_size, SHARDED[number % 2], sharded_example(number, world_size))
+        for number in NUMBERS[world_size]
+    ]
 
 
 def sharded_outcome(rank: int, world_size: int, mode: str, example: Example) -> str:
@@ -134,4 +135,4 @@ def test_sharded(world_size: int) -> None:
     mixing = ["refused" if example.mixes else "computed" for example in examples]
     assert mixing.count("computed") >= 0.6 * len(mixing)
     for found in run_distributed(outcomes, world_size, timeout=100):
-        assert found == dict.fromkeys(SHARDED, mixing)
+        assert found == mixing
