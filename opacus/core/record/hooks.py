@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
+from opacus.core.record.readers import buffered
 from opacus.core.record.tap import Use
 from opacus.core.record.whole import is_alias
 from opacus.core.record.whose import WhoseRows
@@ -57,6 +58,8 @@ class LayerHooks:
         self.layer = layer
         # Parameters of the calls that are running, whose place detached ones have.
         self._swapped: list[dict[str, nn.Parameter]] = []
+        # Parts whose buffers a rule that runs the layer again has to start from.
+        self._stateful = buffered(layer.module) if layer.rule.needs_parameters else []
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
 
@@ -71,6 +74,13 @@ class LayerHooks:
             if parameter is not None and parameter.requires_grad and not is_alias(parameter):
                 kept[name] = parameter
         self._swapped.append(kept)
+        if self._stateful:
+            self.layer.buffers_before = {
+                f"{prefix}{name}": buffer.clone()
+                for prefix, part in self._stateful
+                for name, buffer in part._buffers.items()
+                if buffer is not None
+            }
         for name, parameter in kept.items():
             parameters, local = self.layer.place(name)
             parameters[local] = parameter.detach()  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from opacus.core.record.readers import borrowed, held_for, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
@@ -39,6 +39,8 @@ class Layer:
     batch_first: bool | None = None
     features: int | None = None
     unheld: frozenset[str] = frozenset()
+    # Those that its latest run has started from, by name, if they are small (power iterations).
+    buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
 
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:

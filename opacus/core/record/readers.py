@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+# Elements of buffers that are copied before each run of a layer that has to run again.
+MOST_ELEMENTS = 1 << 16
+
 
 def runs(module: nn.Module) -> bool:
     """Whether a module has a forward of its own."""
@@ -36,6 +39,21 @@ def held_for(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         for path, part in inner:
             yield (f"{name}.{path}" if path else name), part
+
+
+def buffered(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module and its held parts that have small buffers, which a forward pass may change.
+
+    Returns:
+        Prefix of the buffers' names in the module, and the part.
+    """
+    parts = [("", module), *((f"{path}.", part) for path, part in held_for(module))]
+    return [
+        (prefix, part)
+        for prefix, part in parts
+        if any(b is not None and b.is_floating_point() for b in part._buffers.values())
+        and sum(b.numel() for b in part._buffers.values() if b is not None) <= MOST_ELEMENTS
+    ]
 
 
 def _with_held(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -444,7 +444,8 @@ class Recorder:
         if self.whose.repeats.open:
             self.whose.repeats.received(use.spec, first, use.repeated)
         if layer.rule.needs_parameters:
-            activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
+            arguments = use.rebuild(inputs)
+            activations: Any = Call.of(layer.module, *arguments, dim, use.spec.params, use.buffers)
         elif layer.rule.as_given:
             activations = tuple(inputs)
         else:

@@ -40,8 +40,8 @@ class Use:
     """
 
     __slots__ = (
-        "__weakref__", "_in_tree", "_inputs", "batch_dim", "forward_pass", "layer", "refusal",
-        "repeated", "sink", "spec", "units",
+        "__weakref__", "_in_tree", "_inputs", "batch_dim", "buffers", "forward_pass", "layer",
+        "refusal", "repeated", "sink", "spec", "units",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,7 @@ class Use:
         self.units: Units | None = None  # of its rows, if they are not the units themselves
         self.refusal: str | None = None  # what to say if its rows, nobody's, get a gradient
         self.repeated = False  # whether one output was repeated for all samples
+        self.buffers = layer.buffers_before
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
         self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
