@@ -2,19 +2,31 @@
 
 A container without a forward (``ParameterList``, ``ParameterDict``, a bare ``Module``) computes
 nothing, so its parameters are read by the module that holds it, as are those of which
-``torch.nn.utils.parametrize`` makes that module's weight. If a module reads them elsewhere after
-all, autograd delivers their gradient past the taps, and the step is refused.
+``torch.nn.utils.parametrize`` makes that module's weight. A module that reads parameters of a part
+which has a forward names that part in its attribute ``reads_parameters_of``. If a module reads
+them elsewhere after all, autograd delivers their gradient past the taps, and the step is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 # Elements of buffers that are copied before each run of a layer that has to run again.
 MOST_ELEMENTS = 1 << 16
+# Parts of transformers' state space and linear attention layers, which read their parameters.
+_STATE_SPACE = ("conv1d", "dt_proj")
+
+
+def _reads(module: nn.Module) -> tuple[str, ...]:
+    """Names of parts with a forward whose parameters the module's own forward reads."""
+    own: tuple[str, ...] | None = getattr(module, "reads_parameters_of", None)
+    if own is not None:
+        return tuple(own)
+    theirs = type(module).__module__.startswith("transformers.models.")
+    return _STATE_SPACE if theirs and "conv1d" in module._modules else ()
 
 
 def runs(module: nn.Module) -> bool:
@@ -28,12 +40,13 @@ def held_for(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Yields:
         Name of the part in the module, and the part.
     """
+    reads = _reads(module)
     for name, child in module._modules.items():
         if child is None:
             continue
         if isinstance(child, ParametrizationList):
             inner: Iterator[tuple[str, nn.Module]] = iter(child.named_modules())
-        elif not runs(child):
+        elif not runs(child) or name in reads:
             inner = _with_held(child)
         else:
             continue
@@ -41,19 +54,17 @@ def held_for(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield (f"{name}.{path}" if path else name), part
 
 
-def buffered(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module and its held parts that have small buffers, which a forward pass may change.
+def buffered(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the module and its held parts with small buffers, which a forward may change."""
+    parts = [("", module), *held_for(module)]
+    return tuple(path for path, part in parts if _changes(list(part._buffers.values())))
 
-    Returns:
-        Prefix of the buffers' names in the module, and the part.
-    """
-    parts = [("", module), *((f"{path}.", part) for path, part in held_for(module))]
-    return [
-        (prefix, part)
-        for prefix, part in parts
-        if any(b is not None and b.is_floating_point() for b in part._buffers.values())
-        and sum(b.numel() for b in part._buffers.values() if b is not None) <= MOST_ELEMENTS
-    ]
+
+def _changes(buffers: Sequence[Tensor | None]) -> bool:
+    known = [b for b in buffers if b is not None]
+    return (
+        any(b.is_floating_point() for b in known) and sum(b.numel() for b in known) <= MOST_ELEMENTS
+    )
 
 
 def _with_held(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -22,6 +22,7 @@ Place = tuple[int, torch.Size, tuple[int, ...]]
 FULL_ELEMENTS = 1 << 26
 
 NOT_FOLLOWED = Lost("a view that cannot be followed")
+SPARSE = Lost("a sparse tensor is not followed")
 TOO_LARGE = Lost("parts of a large tensor that were written one by one")
 
 
@@ -42,7 +43,10 @@ class Memory:
 
     def state(self, tensor: Tensor) -> State:
         """Whose elements a tensor has; nobody's, if nothing is known of its memory."""
-        key = tensor.untyped_storage()._cdata
+        try:
+            key = tensor.untyped_storage()._cdata
+        except NotImplementedError:  # a sparse tensor
+            return None if self.state(_stored(tensor)) is None else SPARSE
         memory = self._known.get(key)
         if memory is None:
             return None
@@ -53,12 +57,19 @@ class Memory:
 
     def source(self, tensor: Tensor) -> int:
         """What the values of a tensor follow from."""
+        if tensor.layout is not torch.strided:
+            return OUTSIDE
         memory = self._known.get(tensor.untyped_storage()._cdata)
         return OUTSIDE if memory is None else memory.source
 
     def put(self, tensor: Tensor, state: State, source: int = SHAPES) -> None:
         """A new tensor, or a new view of one; ``source`` is what its values follow from."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            if state is not None:
+                self.put(_stored(tensor), SPARSE, source)
+            return
         memory = self._known.get(storage._cdata)
         if memory is None:
             memory = self._known[storage._cdata] = _Memory(StorageWeakRef(storage))
@@ -71,7 +82,7 @@ class Memory:
             return
         before, known = self.state(tensor), self.source(tensor)
         self.put(tensor, state, max(known, source))
-        if before is state or _equal(before, state):
+        if tensor.layout is not torch.strided or before is state or _equal(before, state):
             return
         memory = self._known[tensor.untyped_storage()._cdata]
         place = _place(tensor)
@@ -98,6 +109,11 @@ class Memory:
             return None
         lost = next((s for s in states if isinstance(s, Lost)), NOT_FOLLOWED)
         return lost
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The elements that a sparse tensor stores."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def _place(tensor: Tensor) -> Place:
