@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.cases.moves import (
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.moves import (
     APART,
     CLIP,
     MIXING,
@@ -25,7 +26,6 @@ from tests.cases.moves import (
     private,
     step,
 )
-from tests.distributed_utils import progress, run_distributed
 
 MODES = [
     "hooks", "functorch", "ew", "ghost", "ghost-deferred", "ghost-formed", "ghost_bk", "flash",

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
-from tests.cases.moves import is_refusal
-from tests.engine.test_units import CLIP, assert_right, clipped_sum, private, step
+from tests.helpers.moves import is_refusal
+from tests.helpers.units import CLIP, assert_right, clipped_sum, private, step
 
 B, T, D = 6, 4, 5
 MODES = ["hooks", "ew", "functorch", "ghost", "ghost_bk"]
