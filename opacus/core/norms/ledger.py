@@ -122,7 +122,11 @@ class NormLedger:
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         if self._queue.records:
-            Together(self).settle(self._queue.empty())
+            waiting = self._queue.empty()
+            for record in waiting:  # a layer's gradients are formed in all uses, or in none
+                if record.spec.name in self.kept.layers:
+                    self.kept.form(record)
+            Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
         norms = sums_of_squares([formed[owner] for owner in left])
