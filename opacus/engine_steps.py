@@ -171,7 +171,9 @@ class EngineSteps(EngineCheckpoints):
         self._prepare_noise(optimizer, settings.module)
         if settings.correlated_noise is not None:
             optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
-        optimizer.attach_step_hook(self.step_counter(rate, sampling_of(settings, loader)))
+        sampling = sampling_of(settings, loader)
+        optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
+        optimizer.attach_step_hook(self.step_counter(rate, sampling))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
 
