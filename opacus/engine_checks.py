@@ -125,6 +125,8 @@ def check_arguments(settings: Settings) -> None:
         max_grad_norm=max_grad_norm,
         loss_reduction=settings.loss_reduction,
     )
+    if clipping in ("normalised", "psac") and max_grad_norm == math.inf:
+        raise ValueError(f"clipping={clipping!r} needs a finite max_grad_norm, got inf")
     if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
         raise ValueError(
             "max_grad_norm must be one number, or a list with one number for each trainable "

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.step.modes import AUTO, mode_of
 from opacus.data.host_loader import switch_generator
 from opacus.data.rates import expected_batch_size_on_rank, warn_of_uneven_sampling
@@ -147,7 +148,7 @@ class EngineSteps(EngineCheckpoints):
         self, settings: Settings, loader: DataLoader[Any], rate: float
     ) -> DPOptimizer:
         distributed = is_distributed(settings.module)
-        return self._prepare_optimizer(
+        private = self._prepare_optimizer(
             optimizer=settings.optimizer,
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
@@ -161,6 +162,9 @@ class EngineSteps(EngineCheckpoints):
             grad_sample_mode=settings.grad_sample_mode,
             **settings.of_the_optimizer(self._criterion_keywords),
         )
+        if settings.clipping in FLAT_RULES:
+            private._privacy.clip_rule = settings.clipping
+        return private
 
     def _connect(
         self, settings: Settings, model: Any, optimizer: Any, loader: Any, rate: float

@@ -104,7 +104,8 @@ class PrivacyEngine(EngineSteps):
             batch_first: Whether activations have the batch in dimension 0.
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
-            clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
+            clipping: ``"flat"``, ``"normalised"`` (AUTO-S), ``"psac"``, ``"per_layer"`` or
+                ``"adaptive"``; see ``get_optimizer_class``.
             noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
                 knows the seed knows the noise. Not with ``secure_mode``.
             grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.

@@ -21,6 +21,7 @@ from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.core.step.private_step import release
+from opacus.optimizers.adam import tell_noise
 from opacus.optimizers.per_sample import PerSampleGradients
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
@@ -142,6 +143,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         self._overflowed = False  # in any physical batch since the last real step
         self._skipped_samples: int | Tensor = 0
         self._clipped_with = 0.0  # largest C of the batches in this step
+        self._noise_std = 0.0  # of the step's own draws
         self._names: dict[int, str] = {}  # of parameters, by id
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
@@ -198,7 +200,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         if not samples:
             return []
         norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
-        return [clip_flat(norms, self._privacy.sensitivity)] * len(samples)
+        return [clip_flat(norms, self._privacy.sensitivity, self._privacy.clip_rule)] * len(samples)
 
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
         """``[B]`` norms of each parameter's per-sample gradients, on one device, unscaled."""
@@ -250,6 +252,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         _check_processed_flag(sums)
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
+        self._noise_std = std
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
@@ -295,6 +298,7 @@ class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, Counted
         if self.loss_reduction == "mean":
             divisor = self.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
+        tell_noise(self.original_optimizer, self._noise_std * self._layout.noise_spread / divisor)
         self._divide(divisor)
 
     def _divide(self, divisor: float | Tensor) -> None:

@@ -80,6 +80,11 @@ class Single:
         """Deviation of the draws relative to that of independent noise for the same privacy."""
         return 1.0 if self.correlation is None else self.correlation.plan.sensitivity
 
+    @property
+    def noise_spread(self) -> float:
+        """Deviation of the latest step's noise relative to that of its own draws."""
+        return 1.0 if self.correlation is None else self.correlation.spread
+
     def skip_noise(self) -> None:
         """A step was skipped: correlated noise knows when a sample takes part by its number."""
         if self.correlation is not None:
