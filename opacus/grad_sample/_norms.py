@@ -81,9 +81,11 @@ class Ordinary:
         norms: Where norms go.
         recorder: Of the model.
         strategy: Of the model; refuses what the criterion and an ordinary loss share.
+        mean: Whether losses are means over samples.
     """
 
-    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost) -> None:
+    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost, *, mean: bool) -> None:
+        self._mean = mean
         self._norms = norms
         self._recorder = recorder
         self._strategy = strategy
@@ -103,8 +105,8 @@ class Ordinary:
                 self._norms.publish(self._ledger.finish())
             self.forget()
 
-    def receive(self, record: Record, mean: bool) -> None:
-        """A layer's record; ``mean``: the loss was a mean over samples."""
+    def receive(self, record: Record) -> None:
+        """A layer's record."""
         self._note(record.forward_pass, list(record.layer.owners.values()))
         ledger = self._ledger
         if (
@@ -115,7 +117,7 @@ class Ordinary:
             ledger = self._ledger = NormLedger(record.rows)
             self._generation = record.generation
             self._norms.forget()
-        if mean:
+        if self._mean:
             backprops = record.backprops
             first = backprops[0] if isinstance(backprops, tuple) else backprops
             rows = torch.full(

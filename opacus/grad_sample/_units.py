@@ -46,10 +46,11 @@ class NamedByUser(OpacusNames):
         if key is None or not (trains or gives_units(key, args, kwargs)):
             return args, kwargs  # in evaluation nobody's units matter
         args, kwargs, names = take_units(key, args, kwargs)
-        recorder.named = None
+        recorder.passes.name_units(None)
         if trains:
-            recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
-            self._check_unit_ranks(key, recorder.named.names)
+            named = named_units(key, names, tree_leaves((args, kwargs)))
+            recorder.passes.name_units(named)
+            self._check_unit_ranks(key, named.names)
         return args, kwargs
 
     def _check_unit_ranks(self, key: str, names: Tensor) -> None:

@@ -22,6 +22,7 @@ from opacus.core.ranks.layout import Sharded, Single, divide
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.core.step.private_step import release
 from opacus.optimizers.adam import tell_noise
+from opacus.optimizers.penalties import PenalizedOptimizer
 from opacus.optimizers.per_sample import PerSampleGradients
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
@@ -62,7 +63,9 @@ def _generate_noise(
     return gaussian(std, reference, generator, secure_mode)
 
 
-class DPOptimizer(PrivacySettings, PerSampleGradients, CheckedOptimizer, CountedOptimizer):
+class DPOptimizer(
+    PrivacySettings, PerSampleGradients, PenalizedOptimizer, CheckedOptimizer, CountedOptimizer
+):
     """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
 
     A step clips the per-sample gradients that the model's hooks left in

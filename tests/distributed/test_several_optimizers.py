@@ -20,6 +20,10 @@ MODES = {
 }
 
 
+def penalty(model: Any) -> Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum() * 0.05
+
+
 def full(tensor: Any) -> Tensor:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().clone()
@@ -34,6 +38,7 @@ def on_ranks(rank: int, world_size: int) -> dict[tuple[str, float], Any]:
             engine, wrapped, optimizer, criterion = private(
                 wrap(model), muon_and_adamw(model), mode, sigma, expected_batch_size=B
             )
+            optimizer.add_penalty(lambda model=model: penalty(model))
             take_steps(wrapped, optimizer, criterion, 1, slice(0, 2) if rank == 0 else slice(2, B))
             parameters = list(model.parameters())
             results[mode, sigma] = (
@@ -49,6 +54,7 @@ def test_two_ranks_are_one_process() -> None:
     for sigma in (0.0, 1.0):
         model = net()
         _, wrapped, optimizer, criterion = private(model, muon_and_adamw(model), "ghost", sigma)
+        optimizer.add_penalty(lambda model=model: penalty(model))
         take_steps(wrapped, optimizer, criterion, 1)
         alone[sigma] = list(model.parameters())
     first, second = run_distributed(on_ranks, 2)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.sums.one_pass import LocalSink
 from opacus.core.sums.strategy import TwoPass
+from opacus.core.sums.terms import LocalSink
 from opacus.schedulers import ExponentialGradClip
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager

@@ -23,6 +23,7 @@ peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 
 MODES = ("hooks", "ghost", "ghost_bk")
@@ -107,6 +108,7 @@ ORDINARY: dict[str, Callable[[], Any]] = {
         target_r=2, init_r=3, total_step=10, target_modules=["q_proj"]
     ),
     "FourierFT": lambda: peft.FourierFTConfig(n_frequency=10, target_modules=["q_proj"]),
+    "SHiRA": lambda: peft.ShiraConfig(r=1, target_modules=["q_proj"]),  # a sparse tensor
     "VB-LoRA": lambda: peft.VBLoRAConfig(
         r=2, num_vectors=8, vector_length=4, topk=2, target_modules=["q_proj"]
     ),
@@ -158,6 +160,36 @@ def test_dora_is_refused_where_its_identity_has_as_many_rows_as_samples(mode: st
     ids = torch.randint(1, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4))
     with pytest.raises(ValueError, match="of no single sample"):
         check(model, mode, TokenLoss(), ids, ids.roll(1, 1), logits)
+
+
+def orthogonality(model: nn.Module) -> Tensor:
+    """AdaLoRA's term, which PEFT adds to the loss that the model itself computes."""
+    factors = [p for n, p in model.named_parameters() if "lora_A" in n or "lora_B" in n]
+    covariances = [p @ p.T if len(p) < p.shape[1] else p.T @ p for p in factors]
+    norms_ = [(c - torch.eye(len(c), dtype=c.dtype)).norm() for c in covariances]
+    return 0.5 * torch.stack(norms_).mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_is_added_after_the_noise(mode: str) -> None:
+    model = adapted(ORDINARY["AdaLoRA"]()).double()
+    ids = texts(SAMPLES)
+    wrapped, optimizer, loss = private(model, mode, TokenLoss(), 1e6, len(ids))
+    names, parameters = trainable(model)
+    without = []
+    for declared in (False, True):
+        if declared:
+            optimizer.add_penalty(lambda: orthogonality(model))
+        optimizer.zero_grad()
+        loss(logits(wrapped, ids), ids.roll(1, 1)).backward()
+        optimizer.step()
+        without.append([p.grad.clone() for p in parameters])
+    added = torch.autograd.grad(orthogonality(model), parameters, allow_unused=True)
+    for name, before, after, own in zip(names, *without, added, strict=True):
+        assert (own is None) == ("lora_E" in name)
+        torch.testing.assert_close(after, before if own is None else before + own)
+    with pytest.raises(ValueError, match=r"must return one number .*got float"):
+        optimizer.add_penalty(lambda: 1.0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,6 +275,15 @@ def test_a_part_that_is_read_elsewhere_too_is_refused(mode: str) -> None:
     with pytest.raises(RuntimeError, match=r"first\.matrices\.0.*not clipped"):
         loss(model(x), y).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_may_name_the_parts_that_it_reads(mode: str) -> None:
+    class Names(Reader):
+        reads_parameters_of = ("first",)
+
+    torch.manual_seed(0)
+    check(Names(Lists()), mode, nn.CrossEntropyLoss(), *examples(), lambda m, x: m(x))
 
 
 class RowsOfNobody(nn.Module):

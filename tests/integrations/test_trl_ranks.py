@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed_utils import run_distributed
+from tests.distributed_utils import preload, run_distributed
 from tests.integrations import oracle
 from tests.integrations.test_trainer_ranks import WAYS, become_rank, whole
 from tests.integrations.tiny import arguments, llama
 
 pytest.importorskip("trl")
+preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 
 LR, STEPS = 0.5, 3
 

@@ -13,7 +13,7 @@ from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import compute_device, locals_of
+from opacus.core.platform.sharded import compute_devices, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
 # Elements whose noise is added by one call.
@@ -73,8 +73,9 @@ def add_noise(
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     own, places = locals_of(sources), locals_of(targets)
-    for source, local, place, keys in zip(sources, own, places, streams, strict=True):
-        device = compute_device(source)
+    devices = compute_devices(sources)
+    todo = zip(sources, own, places, streams, devices, strict=True)
+    for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all
             moved = local.to(device)
             result = torch.empty_like(moved, dtype=place.dtype)

@@ -44,9 +44,11 @@ def foreign_gradients(names: Sequence[str]) -> RuntimeError:
     """The error for gradients that came to private parameters past their layers."""
     return RuntimeError(
         f"parameters {list(names)} received gradients that were not clipped: they were used "
-        "outside their layer's forward (or in the loss, as a penalty on weights is), in eval mode, "
-        "or made trainable after make_private. Use them through their own layer, or freeze them "
-        "(requires_grad_(False)). Nothing was added to the model"
+        "outside their layer's forward (or in the loss, as a penalty on weights is: see "
+        "optimizer.add_penalty), in eval mode, or made trainable after make_private. Use them "
+        "through their own layer; if another module's forward reads them, name the layer in that "
+        "module's attribute reads_parameters_of = ('layer',) before make_private; or freeze them "
+        "(requires_grad_(False)) and train LoRA adapters, say. Nothing was added to the model"
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
@@ -21,6 +22,7 @@ class Layer:
     Names of parameters that it reads from parts of it have dots; see :mod:`.readers`.
 
     Attributes:
+        held: The module, which an output that is kept does not keep.
         owners: Local parameter name -> name of the parameter in the model; the
             same for all layers that share a parameter.
         shared: Whether another layer has one of these parameters too.
@@ -31,7 +33,7 @@ class Layer:
         unheld: Local names of parameters that the optimizer does not hold, which count as frozen.
     """
 
-    module: nn.Module
+    held: HeldModule
     spec: LayerSpec
     rule: LayerRule
     owners: Mapping[str, str]
@@ -40,6 +42,11 @@ class Layer:
     features: int | None = None
     unheld: frozenset[str] = frozenset()
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.held()
 
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
         """The layer, and ``spec``, of records that hold the gradients of units themselves."""
@@ -55,6 +62,31 @@ class Layer:
         """The parameter of this local name, as it is now."""
         parameters, local = self.place(name)
         return parameters.get(local)
+
+    def detach_parameters(self) -> dict[str, nn.Parameter]:
+        """Put detached tensors in the places of the trainable parameters; returns those."""
+        kept: dict[str, nn.Parameter] = {}
+        for name in self.spec.params:
+            parameters, local = self.place(name)
+            parameter = parameters.get(local)
+            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
+                kept[name] = parameter
+        for name, parameter in kept.items():
+            parameters, local = self.place(name)
+            parameters[local] = parameter.detach()  # type: ignore[assignment]
+        return kept
+
+    def put_back(self, kept: Mapping[str, nn.Parameter]) -> None:
+        """Undo :meth:`detach_parameters`."""
+        for name, parameter in kept.items():
+            parameters, local = self.place(name)
+            parameters[local] = parameter
+
+    def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
+        """The specs of those of ``params`` that are among ``names``, and of the others."""
+        own = tuple([name for name in params if name in names])
+        rest = tuple([name for name in params if name not in names])
+        return self.part(own), self.part(rest)
 
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""
@@ -75,6 +107,11 @@ class Layer:
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
+
+
+def is_alias(parameter: Tensor) -> bool:
+    """Whether this stands for a parameter while a private model runs on a lone sample."""
+    return not parameter.is_leaf and getattr(parameter.grad_fn, "stands_for_parameters", False)
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
@@ -104,7 +141,11 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
         batch_first = written.batch_leads or _own_layout(module, spec)
         features = written.features(spec)
-        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first, features=features))
+        layers.append(
+            Layer(
+                HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
+            )
+        )
     _mark_shared(layers)
     return layers
 

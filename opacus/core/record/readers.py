@@ -2,8 +2,9 @@
 
 A container without a forward (``ParameterList``, ``ParameterDict``, a bare ``Module``) computes
 nothing, so its parameters are read by the module that holds it, as are those of which
-``torch.nn.utils.parametrize`` makes that module's weight. If a module reads them elsewhere after
-all, autograd delivers their gradient past the taps, and the step is refused.
+``torch.nn.utils.parametrize`` makes that module's weight. A module that reads parameters of a part
+which has a forward names that part in its attribute ``reads_parameters_of``. If a module reads
+them elsewhere after all, autograd delivers their gradient past the taps, and the step is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,18 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+
+# Parts of transformers' state space and linear attention layers, which read their parameters.
+_STATE_SPACE = ("conv1d", "dt_proj")
+
+
+def _reads(module: nn.Module) -> tuple[str, ...]:
+    """Names of parts with a forward whose parameters the module's own forward reads."""
+    own: tuple[str, ...] | None = getattr(module, "reads_parameters_of", None)
+    if own is not None:
+        return tuple(own)
+    theirs = type(module).__module__.startswith("transformers.models.")
+    return _STATE_SPACE if theirs and "conv1d" in module._modules else ()
 
 
 def runs(module: nn.Module) -> bool:
@@ -25,12 +38,13 @@ def held_for(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Yields:
         Name of the part in the module, and the part.
     """
+    reads = _reads(module)
     for name, child in module._modules.items():
         if child is None:
             continue
         if isinstance(child, ParametrizationList):
             inner: Iterator[tuple[str, nn.Module]] = iter(child.named_modules())
-        elif not runs(child):
+        elif not runs(child) or name in reads:
             inner = _with_held(child)
         else:
             continue

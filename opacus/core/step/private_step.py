@@ -1,7 +1,7 @@
 """The private step, from per-sample losses to the gradient that is released: read it from the top.
 
     clip_batch    losses -> records -> norms -> factors -> the records again -> clipped sum
-    release       clipped sums -> count -> noise -> sum over ranks -> mean
+    release       clipped sums -> count -> noise -> sum over ranks -> mean -> penalties
 
 ``clip_batch`` is the ``backward()`` of the criterion in ghost modes, once for each physical batch.
 In ``hooks`` and its like ``backward()`` leaves per-sample gradients, and
@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from opacus.core.privacy.clipping import Factors
+
 
 class Model(Protocol):
     """A private model's hooks: what measures and sums."""
@@ -46,10 +48,10 @@ class Model(Protocol):
     def norm_pass(self, losses: Tensor, retain_graph: bool, loss_scale: float | None) -> None:
         """Backward pass of the losses; then the norms of all samples are known."""
 
-    def clip(self) -> Any:
+    def clip(self) -> Factors:
         """Clipping factors and excluded samples."""
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool) -> None:
         """Add the clipped sum to the parameters' gradients."""
 
 
@@ -105,6 +107,9 @@ class Optimizer(Protocol):
     def scale_grad(self) -> None:
         """Divide by the expected batch size."""
 
+    def add_penalties(self) -> None:
+        """Add the gradients of penalties, which see parameters alone."""
+
     def call_step_hooks(self) -> None:
         """Tell whoever asked for it."""
 
@@ -117,7 +122,7 @@ def clip_batch(
     loss_scale: float | None = None,
     retain_graph: bool = False,
     norms_are_known: Callable[[Tensor], None] = lambda norms: None,
-) -> Any:
+) -> Factors:
     """Add the clipped sum of one physical batch to the parameters' gradients.
 
     Guarantee: without noise, removing one unit changes the sum by at most C in L2 norm. A unit
@@ -141,7 +146,7 @@ def clip_batch(
     norms_are_known(model.per_sample_gradient_norms)
     clipped = model.clip()
     model.sum_pass(losses, clipped, retain_graph)
-    excluded = loss_scale is not None and bool(_excluded(clipped).any())
+    excluded = loss_scale is not None and bool(clipped.excluded.any())
     optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt)
     return clipped
 
@@ -172,10 +177,6 @@ def release(optimizer: Optimizer) -> bool:
     optimizer.noise_and_count()
     optimizer.reduce()
     optimizer.scale_grad()
+    optimizer.add_penalties()
     optimizer.call_step_hooks()
     return True
-
-
-def _excluded(clipped: Any) -> Tensor:
-    excluded: Tensor = clipped[1] if isinstance(clipped, tuple) else clipped.excluded
-    return excluded

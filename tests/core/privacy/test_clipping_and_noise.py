@@ -32,8 +32,10 @@ def test_norms_that_are_not_finite_are_excluded() -> None:
 
 def test_per_layer_clipping_excludes_a_sample_everywhere() -> None:
     norms = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([1.0, math.nan])}
-    factors, excluded = clip_each(norms, {"a": 1.0, "b": 0.5})
-    assert excluded.tolist() == [False, True]
+    clipped = clip_each(norms, {"a": 1.0, "b": 0.5})
+    assert clipped.excluded.tolist() == [False, True]
+    factors = {name: clipped.of(name) for name in norms}
+    assert clipped.of("unused").tolist() == [0.0, 0.0]
     assert factors["a"][1] == 0 and factors["b"][1] == 0
     assert factors["a"][0] * 3 <= 1 and factors["b"][0] <= 0.5
 

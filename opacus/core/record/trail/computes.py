@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from opacus.core.record.trail.labels import Labels, Lost, State, agree, lifted, reduced
-from opacus.core.record.trail.op import EndedError, Handler, Op, of_main, together
+from opacus.core.record.trail.op import EndedError, Handler, Op, is_number, of_main, together
 
 
 def _reduce(op: Op, labels: Labels) -> Labels:
@@ -65,6 +65,7 @@ def _batch_norm(op: Op) -> State | Sequence[State]:
 
 def _refuse_parameters(op: Op) -> None:
     others = [a for a in op.arguments.values() if isinstance(a, Tensor) and a is not op.main]
+    others = [a for a in others if is_number(a)]  # integers choose among the others' rows
     if any(op.state(t) is not None for t in others):
         raise EndedError(Lost(f"{op.name} with parameters that depend on samples"))
 
@@ -130,8 +131,9 @@ def _cdist(op: Op) -> State:
 
 
 def _grouped_matmul(op: Op) -> State:
-    """Rows of the first by one matrix for each group of them."""
-    _refuse_parameters(op)
+    """Rows of the first by one matrix for each group of them; offsets say which are a group."""
+    if op["mat2"].dim() != 3 or op.state(op["mat2"]) is not None:
+        raise EndedError(Lost(f"{op.name} with matrices that depend on samples"))
     return _inner(op, op.main, [-1])
 
 

@@ -224,6 +224,19 @@ def test_memory_written_past_torch_is_not_taken_for_constants() -> None:
     assert isinstance(trail.state(result), Lost)
 
 
+def test_sparse_tensors_end_the_trail_if_they_hold_what_is_the_samples() -> None:
+    places = torch.tensor([[0, 1], [1, 0]])
+
+    def sparse(values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(places, values, (2, 2), check_invariants=True)
+
+    result, trail = labelled(lambda x: sparse(x[0, 0]).to_dense() + 1, (T, D))
+    assert isinstance(trail.state(result), Lost)
+    result, trail = labelled(lambda x: x + sparse(torch.ones(2)).to_dense()[0], (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels) and state.ids.flatten().tolist() == [0, 1, 2, 3]
+
+
 def test_label_is_small() -> None:
     result, trail = labelled(lambda x: (x.view(B, T, D).relu() * 2)[:, 1:].contiguous(), (T, D))
     state = trail.state(result)
