@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from opacus.core.norms import grouping, together
 from opacus.core.norms import ledger as norms
 from opacus.core.norms.ledger import NormLedger, total_norms
-from opacus.core.record.layers import Layer, layers_of
+from opacus.core.record import layers as layers_file
+from opacus.core.record.layers import Layer
 from opacus.core.record.record import Generation, Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
@@ -21,6 +22,12 @@ from opacus.core.rules.generic import Call
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
 Use = tuple[Layer, Inputs, Tensor]
+MODELS: list[nn.Module] = []  # layers do not keep theirs
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    MODELS.append(model)
+    return layers_file.layers_of(model)
 
 
 def use(layer: Layer, *inputs: Tensor) -> Use:
