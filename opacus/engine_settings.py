@@ -50,6 +50,7 @@ class Settings:
     correlated_noise: CorrelatedNoise | None = None
     sampling: Sampling | None = None
     max_batch_size: int | None = None
+    release_grid: float | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice | None = None
 
@@ -78,6 +79,7 @@ class Settings:
             "correlated_noise": self.correlated_noise,
             "sampling": self.sampling,
             "max_batch_size": self.max_batch_size,
+            "release_grid": self.release_grid,
             "further_arguments": sorted(self.further),
         }
 
@@ -97,6 +99,7 @@ class Settings:
             privacy_unit=self.privacy_unit,
             clipping=self.clipping,
             correlated_noise=self.correlated_noise,
+            release_grid=self.release_grid,
             accountant=accountant,
         )
 

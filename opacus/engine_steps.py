@@ -173,6 +173,7 @@ class EngineSteps(EngineCheckpoints):
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
         optimizer.isolation = getattr(model, "isolation", None)
         self._prepare_noise(optimizer, settings.module)
+        optimizer._layout.grid = settings.release_grid
         if settings.correlated_noise is not None:
             optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
         sampling = sampling_of(settings, loader)

@@ -37,6 +37,7 @@ class Plan:
         noise_multiplier: Deviation of the noise in units of C.
         correlated_noise: How the noise of steps hangs together; ``None``: not at all.
         expected_batch_size: Of all ranks together.
+        release_grid: Part of the noise that sums are rounded to; ``None``: no rounding.
         accountant: Name of the accountant.
         steps: How many are meant to be taken, if it is known.
         delta: Of the guarantee, if it is known.
@@ -53,6 +54,7 @@ class Plan:
     privacy_unit: str | None = None
     clipping: str = "flat"
     correlated_noise: CorrelatedNoise | None = None
+    release_grid: float | None = None
     accountant: str = "prv"
     steps: int | None = None
     delta: float | None = None
@@ -61,7 +63,7 @@ class Plan:
     def arguments(self) -> dict[str, Any]:
         """Those of ``make_private``, for an engine with the accountant of the plan."""
         names = ("sample_rate", "noise_multiplier", "expected_batch_size", "poisson_sampling")
-        names += ("max_batch_size", "privacy_unit", "clipping", "correlated_noise")
+        names += ("release_grid", "max_batch_size", "privacy_unit", "clipping", "correlated_noise")
         norm = self.max_grad_norm
         return {
             **{name: getattr(self, name) for name in names},

@@ -97,7 +97,7 @@ def test_values_out_of_range(kw: dict[str, Any]) -> None:
     [
         {},
         {"max_grad_norm": [0.1, 0.2], "clipping": "per_layer"},
-        {"sampling": UserRows(3)},
+        {"sampling": UserRows(3), "release_grid": 2.0**-10},
         {"max_batch_size": 40, "privacy_unit": "unit_ids", "grad_sample_mode": "hooks"},
         {"correlated_noise": CorrelatedNoise.square_root(2, steps=4, separation=4)},
     ],

@@ -50,6 +50,7 @@ class Single:
     Attributes:
         key: Key of the run.
         correlation: How the noise of steps hangs together; ``None`` if it is independent.
+        grid: Sums with noise are rounded to this part of it; ``None``: in secure mode only.
     """
 
     world_size = 1
@@ -61,6 +62,7 @@ class Single:
         self.secure_mode = secure_mode
         self.key = self._new_key()
         self.correlation: Correlation | None = None
+        self.grid: float | None = None
 
     def correlate(self, plan: CorrelatedNoise, split: Split) -> None:
         """From now on steps have correlated noise; see that class."""
@@ -155,7 +157,7 @@ class Single:
                 for total, dtype, name, _ in piece
             ]
             if std:
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
             else:
                 for total, target, _ in todo:
                     if target is not total:
