@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opacus.core.record.trail import answers
-from tests.engine.test_units import CLIP, assert_right, clipped_sum, private, step
+from tests.helpers.units import CLIP, assert_right, clipped_sum, private, step
 
 B, T, D = 6, 4, 5
 MODES = ["hooks", "ghost", "ghost_bk"]

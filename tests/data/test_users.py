@@ -14,7 +14,7 @@ from opacus import PrivacyEngine
 from opacus.accountants.sampling import FixedSize, UserRows
 from opacus.data.users import UserCollate, UserDataset
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 ROWS, USERS, BATCHES, CLIP = 60, 16, 4, 0.05
 NAMES = [f"user {(row * row) % 17 % USERS}" for row in range(ROWS)]

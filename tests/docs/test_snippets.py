@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed_utils import preload
+from tests.helpers.distributed import preload
 from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parents[2]

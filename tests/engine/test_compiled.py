@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.recorder import Recorder
-from tests.engine.test_modes_match_oracle import assert_close
-from tests.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
+from tests.helpers.modes import assert_close
+from tests.helpers.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
 
 # Warnings that torch.compile causes in torch, and then hides from stderr only.
 pytestmark = [

@@ -16,7 +16,7 @@ from opacus.data.users import UserCollate, UserDataset
 from opacus.engine_sampling import truncation_room
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 ROWS, BATCHES, CLIP = 48, 4, 0.05
 

@@ -25,8 +25,8 @@ from opacus.core.privacy import clipping
 from opacus.core.sums import strategy
 from opacus.optimizers import utils
 from tests.core.rules.dispatched import Dispatched
-from tests.distributed_utils import run_distributed
-from tests.problems import SequenceLoss
+from tests.helpers.distributed import run_distributed
+from tests.helpers.problems import SequenceLoss
 
 B, T, WORDS = 4, 6, 11
 MODES = [

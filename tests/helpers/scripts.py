@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests import distributed_utils as ranks_
+from tests.helpers import distributed as ranks_
 
 
 def run_script(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed_utils import preload
+from tests.helpers.distributed import preload
 from tests.helpers.scripts import run_script
 
 preload("transformers.models.llama.modeling_llama", "torch.utils.tensorboard", "matplotlib.pyplot")

@@ -86,7 +86,8 @@ def add_noise(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
         draws += _draws(source, local, place, keys)
-    add_gaussian(std, draws, step, secure, past, part)
+    if draws:
+        add_gaussian(std, draws, step, secure, past, part)
     for place, result in back:
         place.copy_(result)
 

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import add_noise
 
-# Elements of new tensors that are made at once: the sums that they replace go before the next.
-PIECE_ELEMENTS = 1 << 26
 # A sum, the dtype of a new tensor for it with noise (None: it is overwritten), its parameter's
 # name, and the elements of that new tensor on this rank.
 Job = tuple[Tensor, torch.dtype | None, str, int]
@@ -151,7 +150,7 @@ class Single:
         step: int,
         past: list[tuple[float, int]],
     ) -> Iterator[list[Tensor]]:
-        for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
+        for piece in consecutive(jobs, itemgetter(3), NOISE_ELEMENTS):
             todo = [
                 (total, total if dtype is None else _like(total, dtype), name)
                 for total, dtype, name, _ in piece

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import is_dtensor, local_of
+from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.terms import BUCKET_ELEMENTS, Terms, add_to_grad
+from opacus.core.sums.terms import Terms, add_to_grad
 
-# Parameters up to this size (biases, norms) go into buckets of their own, at the end.
-SMALL_ELEMENTS = 1 << 16
 # Buckets whose reduction may run while the next one is filled.
 IN_FLIGHT = 2
 
@@ -89,7 +88,7 @@ class ShardedSink:
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
-        if self._shards_of(name).elements <= SMALL_ELEMENTS:
+        if self._shards_of(name).elements <= LAST_BUCKET_ELEMENTS:
             self._small[name] = terms  # together, after the others
         else:
             self._take(name, terms)

@@ -82,19 +82,19 @@ class LayerHooks:
         """Put detached parameters in the places of the trainable ones."""
         if not self.recorder.active(module):
             return
-        self._swapped.append(self.layer.detach_parameters())
+        self._swapped.append(self.layer.detach_parameters(module))
 
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""
         while self._swapped:
-            self.layer.put_back(self._swapped.pop())
+            self.layer.put_back(self._swapped.pop(), self.layer.module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
         if self._swapped:
             kept = self._swapped.pop()
-            self.layer.put_back(kept)
+            self.layer.put_back(kept, module)
             if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):

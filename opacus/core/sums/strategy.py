@@ -86,15 +86,20 @@ class Ghost:
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
         self._ordinary: Callable[[Record], None] | None = None
+        self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
         self._summed = other._summed
 
-    def watch_ordinary(self, sink: Callable[[Record], None]) -> None:
-        """Records of backward passes that are not ours go there."""
-        self._ordinary = sink
+    def watch_ordinary(
+        self,
+        sink: Callable[[Record], None],
+        whole: Callable[[ForwardPass, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Records of backward passes that are not ours, and gradients of lone samples, go there."""
+        self._ordinary, self._ordinary_whole = sink, whole
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
@@ -120,7 +125,9 @@ class Ghost:
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             self._passes.add(forward_pass)
-            self.ledger.add_whole(grads)
+            self.ledger.kept.add_whole(grads)
+        elif self.phase is Phase.IDLE and self._ordinary_whole is not None:
+            self._ordinary_whole(forward_pass, grads)
 
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -144,7 +151,7 @@ class Ghost:
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
-        before = {name: _fingerprint(p) for name, p in self.parameters}
+        before = {name: _state_of_grad(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
@@ -192,7 +199,7 @@ class Ghost:
     def _sum_whole(self, clipped: Factors) -> None:
         """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
         assert self.ledger is not None
-        formed, self.ledger = self.ledger.formed, None
+        formed, self.ledger = self.ledger.kept.formed, None
         used = [(name, parameter) for name, parameter in self.parameters if name in formed]
         grads = [formed.pop(name) for name, _ in used]
         own = [clipped.of(name) for name, _ in used]
@@ -234,7 +241,7 @@ class Ghost:
             self.phase = Phase.IDLE
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
-        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        leaked = [n for n, p in self.parameters if before.get(n) != _state_of_grad(p)]
         if not leaked:
             return
         for name, parameter in self.parameters:
@@ -338,7 +345,7 @@ class TwoPass(Ghost):
         assert weighting is not None and ledger is not None
         if record.spec.name in ledger.kept.layers:
             owners = {name: record.layer.owners[name] for name in record.spec.params}
-            formed = {name: ledger.formed.pop(owner, None) for name, owner in owners.items()}
+            formed = {name: ledger.kept.formed.pop(owner, None) for name, owner in owners.items()}
             return {
                 name: weighting.sum_of_formed(owners[name], grad)  # each is used once
                 for name, grad in formed.items()
@@ -390,7 +397,7 @@ def default_budget(device: torch.device) -> int | None:
     return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
 
 
-def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:
     """Changes when a gradient is assigned or modified in place."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)

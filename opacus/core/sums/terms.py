@@ -9,11 +9,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
+from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.sums.weighting import Weighting
-
-# Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
-BUCKET_ELEMENTS = 1 << 27
 
 
 class GradientSink(Protocol):

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FILES = sorted(p.name for p in HERE.glob("test_triton_*.py") if p != Path(__file__))
+FILES = sorted(
+    str(p.relative_to(HERE)) for p in HERE.rglob("test_triton_*.py") if p != Path(__file__)
+)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_noise_of_a_tensor_that_waits_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert elsewhere != torch.zeros(1).device
     for device in (torch.device("cpu"), elsewhere):
         seen = []
-        monkeypatch.setattr(noises, "compute_device", lambda tensor, to=device: to)
+        monkeypatch.setattr(noises, "compute_devices", lambda ts, to=device: [to for _ in ts])
         key = RunKey(torch.Generator().manual_seed(3))
         sums = [torch.full((5, 7), 2.0), torch.ones(11)]
         targets = [sums[0], torch.empty(11, dtype=torch.bfloat16)]

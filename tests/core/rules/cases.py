@@ -14,7 +14,7 @@ from opacus.core.rules.generic import Call, GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.layers.dp_rnn import RNNLinear
-from tests import oracle
+from tests.helpers import oracle
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from opacus.core.sums import planner as planning
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.rates import Rates
 from tests.core.rules.cases import spec_of
-from tests.oracle import relative_error
+from tests.helpers.oracle import relative_error
 
 FAST_MATH = Rates(multiply_adds=1e18, bytes=1e9)  # products cost nothing
 FAST_MEMORY = Rates(multiply_adds=1e9, bytes=1e18)  # memory costs nothing
