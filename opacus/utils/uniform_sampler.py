@@ -249,6 +249,14 @@ class UniformWithReplacementSampler(_Keyed):
             yield self._draw(self.num_samples, self.sample_rate, coins).tolist()
 
 
+class _Index(int):
+    """An int, where Opacus yields tensors of one number."""
+
+    def item(self) -> int:
+        """The number, as of a tensor."""
+        return int(self)
+
+
 class DistributedUniformWithReplacementSampler(_Keyed):
     """Batch sampler for Poisson sampling on several ranks of the default process group.
 
@@ -316,8 +324,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         owner = self._owners()
         for coins in self._pass(self.epoch):
             chosen = self._draw(self.total_size, self.sample_rate, coins).numpy()
-            # NumPy integers index everything that int does, and have `.item()` as tensors do.
-            yield list(chosen[owner[chosen] == self.rank])
+            yield [_Index(i) for i in chosen[owner[chosen] == self.rank].tolist()]
 
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""
