@@ -7,10 +7,10 @@ RANKS ?= 2
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types docs clean
+.PHONY: help demo test test-fast check lint format types docs clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(READY): requirements.txt setup.py pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed (the package itself runs on 3.10)" if sys.version_info < (3, 11) else 0)'
@@ -35,8 +35,13 @@ demo: $(READY)  ## train a small transformer privately on real text, on 2 proces
 	@echo "      --model FOLDER --lora 8 --data YOURS.jsonl --save runs/mine   # an LLM, your texts"
 	@echo "  $(BIN)/python examples/train_text_fsdp.py --help"
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(READY)  ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST)
+
+test-fast: $(READY)  ## run the tests that start no process: two minutes
+	$(PYTEST) -m "not slow and not starts_processes"
 
 check: lint types docs test  ## everything that CI runs: format, lint, types, docs, tests
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from opacus.data.collate import (
     shape_safe,
     wrap_collate_with_empty,
 )
+from opacus.data.fixed import PaddedCollate, padded
 from opacus.data.host_loader import HostLoader, loader_settings, switch_generator
 from opacus.data.rates import matching_sample_rate
 from opacus.utils.uniform_sampler import (
@@ -59,6 +61,8 @@ class DPDataLoader(HostLoader):
         rand_on_empty: see `CollateFnWithEmpty`.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
         cyclic: no Poisson sampling but, in all passes, the same batches, which were drawn once.
+        max_batch_size: of all ranks together; of larger batches so many items stay, uniformly
+            drawn, and smaller ones are filled up by rows of nobody (see `PaddedCollate`).
         **kwargs: the other arguments of `DataLoader`, but for those that choose samples.
 
     Raises:
@@ -80,6 +84,7 @@ class DPDataLoader(HostLoader):
         rand_on_empty: bool = False,
         steps: int | None = None,
         cyclic: bool = False,
+        max_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_map_style(dataset)
@@ -108,15 +113,22 @@ class DPDataLoader(HostLoader):
             )
         if drop_last:
             logger.warning("Ignoring drop_last: Poisson sampling has no last, smaller batch.")
+        if isinstance(collate_fn, PaddedCollate):
+            collate_fn = collate_fn.collate_fn
+        collate: CollateFn = wrap_collate_with_empty(
+            collate_fn=default_collate if collate_fn is None else collate_fn,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+            dataset=dataset,
+        )
+        if max_batch_size is not None:
+            ranks = getattr(sampler, "num_replicas", 1)
+            sampler.most = math.ceil(max_batch_size / ranks)
+            collate = padded(collate, dataset, sampler.most, getattr(sampler, "rank", 0))
         super().__init__(
             dataset=dataset,
             batch_sampler=sampler,
-            collate_fn=wrap_collate_with_empty(
-                collate_fn=default_collate if collate_fn is None else collate_fn,
-                batch_first=batch_first,
-                rand_on_empty=rand_on_empty,
-                dataset=dataset,
-            ),
+            collate_fn=collate,
             generator=generator,
             **kwargs,
         )
@@ -146,6 +158,7 @@ class DPDataLoader(HostLoader):
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
         cyclic: bool = False,
+        max_batch_size: int | None = None,
     ) -> DPDataLoader:
         """Makes a loader like `data_loader`, but with Poisson sampling.
 
@@ -160,7 +173,7 @@ class DPDataLoader(HostLoader):
             batch_first: see `DPDataLoader`.
             rand_on_empty: see `CollateFnWithEmpty`.
             sample_rate: the rate instead, a public number; an epoch has 1 / `sample_rate` steps.
-            cyclic: see `DPDataLoader`.
+            cyclic, max_batch_size: see `DPDataLoader`.
 
         Raises:
             ValueError: if the data set is iterable or empty, if `data_loader` does not batch, or
@@ -180,6 +193,7 @@ class DPDataLoader(HostLoader):
             sample_rate=sample_rate,
             steps=steps,
             cyclic=cyclic,
+            max_batch_size=max_batch_size,
             drop_last=data_loader.drop_last,
             distributed=distributed,
             batch_first=batch_first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opacus.accountants import IAccountant
+from opacus.accountants.sampling import Sampling
 from opacus.accountants.step_counter import StepCounter
 
 
@@ -32,13 +33,14 @@ class EngineAccounting:
             value.history = [*spent, *value.history]
         self._accountant = value
 
-    def step_counter(self, sample_rate: float) -> StepCounter:
+    def step_counter(self, sample_rate: float, sampling: Sampling | None = None) -> StepCounter:
         """Counts steps with the accountant that the engine has when they are taken.
 
         Args:
             sample_rate: Probability of one sample being in one batch.
+            sampling: How the batch is drawn; ``None`` for plain Poisson sampling.
         """
-        return StepCounter(lambda: self.accountant, sample_rate)
+        return StepCounter(lambda: self.accountant, sample_rate, sampling)
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far.

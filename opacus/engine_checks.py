@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.key import reproducible_from_environment
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
@@ -270,46 +269,6 @@ def check_parallelism(settings: Settings) -> None:
     compiled_taps_from_environment()
     reproducible_from_environment()
     variables_set()
-
-
-def check_correlation(settings: Settings, adaptive: bool) -> None:
-    """Check that correlated noise fits the other arguments.
-
-    Raises:
-        ValueError: Batches are not drawn for it, or the clipping norm moves.
-    """
-    plan = settings.correlated_noise
-    if plan is None:
-        return
-    if not isinstance(plan, CorrelatedNoise):
-        raise ValueError(
-            "correlated_noise must be an opacus.CorrelatedNoise, such as "
-            f"CorrelatedNoise.square_root(8, steps=1000), got {plan!r}"
-        )
-    if not settings.poisson_sampling:
-        raise ValueError(
-            "correlated_noise needs poisson_sampling=True, in whose place it puts batches that are "
-            "the same in each pass: how often a sample takes part must be known"
-        )
-    if adaptive or settings.clipping == "adaptive":
-        raise ValueError(
-            "correlated_noise needs a clipping norm that stays, so not adaptive clipping: later "
-            "steps take back noise of earlier ones"
-        )
-
-
-def check_correlated_noise(plan: CorrelatedNoise | None, data_loader: DataLoader[Any]) -> None:
-    """Check that passes over the data are as long as the noise was planned for.
-
-    Raises:
-        ValueError: A sample would take part sooner again.
-    """
-    if plan is not None and min(plan.separation, plan.steps) > len(data_loader) < plan.steps:
-        raise ValueError(
-            f"correlated_noise has separation={plan.separation}, but a pass over the data loader "
-            f"has {len(data_loader)} batches, after which each sample takes part again: use "
-            f"separation={len(data_loader)}, or steps={len(data_loader)} for a single pass"
-        )
 
 
 def check_noise_source(settings: Settings, secure_mode: bool) -> None:

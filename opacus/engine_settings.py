@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus.accountants.sampling import Sampling
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.step.auto import Choice
 from opacus.core.step.modes import Mode, mode_of
@@ -46,6 +47,8 @@ class Settings:
     expected_batch_size: float | None
     sample_rate: float | None
     correlated_noise: CorrelatedNoise | None = None
+    sampling: Sampling | None = None
+    max_batch_size: int | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice | None = None
 
@@ -72,6 +75,8 @@ class Settings:
             "expected_batch_size": self.expected_batch_size,
             "sample_rate": self.sample_rate,
             "correlated_noise": self.correlated_noise,
+            "sampling": self.sampling,
+            "max_batch_size": self.max_batch_size,
             "further_arguments": sorted(self.further),
         }
 

@@ -23,8 +23,6 @@ from opacus.data_loader import DPDataLoader
 from opacus.engine_checkpoints import EngineCheckpoints
 from opacus.engine_checks import (
     check_arguments,
-    check_correlated_noise,
-    check_correlation,
     check_noise_source,
     check_parallelism,
     check_privacy_unit,
@@ -34,6 +32,13 @@ from opacus.engine_checks import (
     on_all_ranks,
     say_that_noise_is_seeded,
     warn_of_another_dataset,
+)
+from opacus.engine_sampling import (
+    check_correlated_noise,
+    check_correlation,
+    check_sampling,
+    check_truncated,
+    sampling_of,
 )
 from opacus.engine_settings import Settings
 from opacus.grad_sample import AbstractGradSampleHooks
@@ -83,6 +88,7 @@ class EngineSteps(EngineCheckpoints):
             check_noise_source(asked, self.secure_mode)
             check_public_numbers(asked.data_loader, asked.expected_batch_size, asked.sample_rate)
             check_arguments(asked)
+            check_sampling(asked, self.accountant)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
             check_parallelism(asked)
             data_layout = choose_data_layout(
@@ -117,7 +123,9 @@ class EngineSteps(EngineCheckpoints):
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:
         if settings.poisson_sampling:
             model.forbid_grad_accumulation()
-        cyclic = {} if settings.correlated_noise is None else {"cyclic": True}
+        how: dict[str, Any] = {} if settings.correlated_noise is None else {"cyclic": True}
+        if settings.max_batch_size is not None:
+            how["max_batch_size"] = settings.max_batch_size
         loader = self._prepare_data_loader(
             settings.data_loader,
             distributed=is_distributed(settings.module) and settings.data_layout == "sharded",
@@ -125,13 +133,14 @@ class EngineSteps(EngineCheckpoints):
             batch_first=settings.batch_first,
             rand_on_empty=settings.rand_on_empty,
             sample_rate=settings.sample_rate,
-            **cyclic,
+            **how,
         )
         check_correlated_noise(settings.correlated_noise, loader)
         if settings.data_layout == "replicated":
             return repeat_data_loader(loader)
         if settings.mode.parallelism == "fsdp":
             follow_mesh(loader, model._ranks)
+        check_truncated(settings.max_batch_size, loader)
         return loader
 
     def _private_optimizer(
@@ -162,7 +171,7 @@ class EngineSteps(EngineCheckpoints):
         self._prepare_noise(optimizer, settings.module)
         if settings.correlated_noise is not None:
             optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
-        optimizer.attach_step_hook(self.step_counter(rate))
+        optimizer.attach_step_hook(self.step_counter(rate, sampling_of(settings, loader)))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
 
@@ -215,6 +224,7 @@ class EngineSteps(EngineCheckpoints):
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
         cyclic: bool = False,
+        max_batch_size: int | None = None,
     ) -> DataLoader[Any]:
         if self.dataset is None:
             self.dataset = data_loader.dataset
@@ -227,6 +237,7 @@ class EngineSteps(EngineCheckpoints):
                 rand_on_empty=rand_on_empty,
                 sample_rate=sample_rate,
                 cyclic=cyclic,
+                max_batch_size=max_batch_size,
             )
         warn_of_uneven_sampling(data_loader)
         if distributed:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.loss.head import LossOptions
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.record.head_loss import head_losses, losses_of_head
 
 
@@ -123,7 +124,7 @@ class _Labels:
         """The model has run, or failed."""
         self.targets = self.place = None
 
-    @torch.compiler.disable
+    @outside_graphs
     def logits_or_losses(self, hidden: Tensor) -> Tensor:
         """What the head computes: the tokens' losses, if there are labels."""
         if self.targets is None:

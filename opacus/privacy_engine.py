@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
+from opacus.accountants.sampling import Sampling
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.ranks.layout import Single
@@ -21,8 +23,10 @@ from opacus.data.rates import (
 )
 from opacus.engine_checks import (
     check_public_numbers,
+    is_distributed,
     warn_of_another_dataset,
 )
+from opacus.engine_sampling import truncated_poisson
 from opacus.engine_settings import Settings
 from opacus.engine_steps import EngineSteps
 from opacus.utils.uniform_sampler import SystemGenerator
@@ -78,6 +82,8 @@ class PrivacyEngine(EngineSteps):
         expected_batch_size: float | None = None,
         sample_rate: float | None = None,
         correlated_noise: CorrelatedNoise | None = None,
+        sampling: Sampling | None = None,
+        max_batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -122,6 +128,12 @@ class PrivacyEngine(EngineSteps):
             correlated_noise: Noise of which later steps take back a part, in place of independent
                 noise. Batches are the same in each pass over the data then, and the accountant
                 counts the whole run at its first step, without amplification by sampling.
+            sampling: What a unit has to do with the rows that are drawn, where it is not one row:
+                ``UserRows`` or ``GaussianMixture``. Needs an engine with the accountant "pld".
+            max_batch_size: All batches have rows for so many items, on all ranks together. Smaller
+                ones are filled up by rows of nobody, named -1 by ``unit_ids``, which the batch
+                then has and ``privacy_unit`` must name; of larger ones items are left out, which
+                the accountant "pld" counts.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -154,6 +166,8 @@ class PrivacyEngine(EngineSteps):
                 expected_batch_size=expected_batch_size,
                 sample_rate=sample_rate,
                 correlated_noise=correlated_noise,
+                sampling=sampling,
+                max_batch_size=max_batch_size,
                 further=kwargs,
             )
         )
@@ -218,6 +232,7 @@ class PrivacyEngine(EngineSteps):
             sample_rate=rate,
             epochs=epochs,
             accountant=self.accountant.mechanism(),
+            sampling=_sampling_to_plan(module, data_loader, kwargs),
         )
         return self.make_private(
             module=module,
@@ -255,3 +270,15 @@ class PrivacyEngine(EngineSteps):
         fixed = ModuleValidator.fix(module)
         ModuleValidator.validate(fixed, strict=True)
         return fixed
+
+
+def _sampling_to_plan(
+    module: nn.Module, data_loader: DataLoader[Any], further: Mapping[str, Any]
+) -> Sampling | None:
+    """How ``make_private`` will draw batches, as far as the noise for a budget depends on it."""
+    most, sampling = further.get("max_batch_size"), further.get("sampling")
+    if most is None:
+        return sampling
+    deals = is_distributed(module) and further.get("data_layout", "auto") != "replicated"
+    ranks = dist.get_world_size() if deals else 1
+    return truncated_poisson(len(data_loader.dataset), most, ranks)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "opacus"
 # What each part may import from the package; a part may always import itself.
 ALLOWED = {
     "core": set(),
+    "losses": {"core"},
     "accountants": set(),
     "auditing": set(),
     "version": set(),
@@ -32,8 +33,9 @@ ALLOWED = {
     "checkpoints": {"core", "data", "distributed", "grad_sample", "optimizers", "utils"},
     "distributed_checkpoint": {"checkpoints"},
     "engine_accounting": {"accountants"},
-    "engine_settings": {"core"},
+    "engine_settings": {"accountants", "core"},
     "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
+    "engine_sampling": {"accountants", "core", "data", "engine_settings"},
     "engine_checkpoints": {
         *("checkpoints", "core", "engine_accounting", "optimizers", "schedulers"),
     },

@@ -83,9 +83,9 @@ class MemoryWatch:
 def _backprops_waiting(model: Any) -> list[Tensor]:
     """Backprops of records that wait for their norms or are kept for the clipped sum."""
     ledger = getattr(getattr(model, "_strategy", None), "ledger", None)
-    held = list(getattr(ledger, "held", None) or [])
+    held = list(ledger.kept.held) if ledger is not None else []
     records = [*(getattr(model, "_deferred_norm_cache", None) or []), *held]
-    formed = list((getattr(ledger, "formed", None) or {}).values())
+    formed = list(ledger.kept.formed.values() if ledger is not None else ())
     return [*tree_leaves([getattr(r, "backprops", None) for r in records]), *formed]
 
 

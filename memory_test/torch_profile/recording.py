@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import platform
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -97,20 +99,31 @@ def _profile(
     step: Step, folder: Path, name: str, device: torch.device, steps: int, stacks: bool
 ) -> None:
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(
+    profiler = profile(
         activities=[ProfilerActivity.CPU, *cuda],
         # The first step under the profiler pays for starting it.
         schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(str(folder), worker_name=name, use_gzip=True),
+        on_trace_ready=tensorboard_trace_handler(str(folder), worker_name=name),
         record_shapes=True,
         profile_memory=True,
         with_stack=stacks,
-        acc_events=True,  # there is one cycle; without this torch warns that others are dropped
-    ) as profiler:
-        for _ in range(1 + steps):
-            step()
-            _wait(device)
-            profiler.step()
+    )
+    with warnings.catch_warnings():
+        # There is one cycle, and the trace has it all.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        with profiler:
+            for _ in range(1 + steps):
+                step()
+                _wait(device)
+                profiler.step()
+    for path in find_traces(folder):
+        _compress(path)
+
+
+def _compress(path: Path) -> None:
+    """In one piece: torch writes a compressed trace line by line, four times as long."""
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes(), 6))
+    path.unlink()
 
 
 def _read(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants.history import check_delta, check_sample_rate, check_steps
+from opacus.accountants.history import check_delta, check_sample_rate, check_steps, make_entry
 from opacus.accountants.registry import create_accountant
+from opacus.accountants.sampling import Sampling
 
 # Where Opacus ends its search. Ours goes on: ten million full batches at a small budget need more.
 MAX_SIGMA = 1e6
@@ -37,6 +38,7 @@ def get_noise_multiplier(
     steps: int | None = None,
     accountant: str = "rdp",
     epsilon_tolerance: float = 0.01,
+    sampling: Sampling | None = None,
     **kwargs: Any,
 ) -> float:
     """Returns a noise multiplier with which training stays within a privacy budget.
@@ -53,6 +55,7 @@ def get_noise_multiplier(
         steps: number of steps; give either this or `epochs`.
         accountant: name of a registered accountant.
         epsilon_tolerance: how far below the target epsilon may be, above 0.
+        sampling: how batches are drawn, if not by plain Poisson sampling; "pld" counts it.
         **kwargs: passed to the accountant's `get_epsilon`.
 
     Raises:
@@ -68,18 +71,18 @@ def get_noise_multiplier(
     count = _number_of_steps(rate, epochs, steps)
     least = max(target_epsilon - epsilon_tolerance, _LEAST_SPENT * target_epsilon)
 
-    def values_of(name: str, **arguments: Any) -> _Values:
+    def values_of(name: str, how: Sampling | None = None, **arguments: Any) -> _Values:
         book = create_accountant(name)
 
         def epsilon_of(sigma: float) -> float:
-            book.history = [(sigma, rate, count)]
+            book.history = [make_entry((sigma, rate, how), count)]
             return float(book.get_epsilon(delta=delta, **arguments))
 
         return _Values(epsilon_of, least, target_epsilon)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about candidates that are not returned
-        values = values_of(accountant, **kwargs)
+        values = values_of(accountant, sampling, **kwargs)
         if accountant in _SLOW:
             near = values.read_near(_search(values_of("rdp")))
             if near is not None and accountant not in _AS_OPACUS:

@@ -81,9 +81,11 @@ class Ordinary:
         norms: Where norms go.
         recorder: Of the model.
         strategy: Of the model; refuses what the criterion and an ordinary loss share.
+        mean: Whether losses are means over samples.
     """
 
-    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost) -> None:
+    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost, *, mean: bool) -> None:
+        self._mean = mean
         self._norms = norms
         self._recorder = recorder
         self._strategy = strategy
@@ -103,8 +105,8 @@ class Ordinary:
                 self._norms.publish(self._ledger.finish())
             self.forget()
 
-    def receive(self, record: Record, mean: bool) -> None:
-        """A layer's record; ``mean``: the loss was a mean over samples."""
+    def receive(self, record: Record) -> None:
+        """A layer's record."""
         self._note(record.forward_pass, list(record.layer.owners.values()))
         ledger = self._ledger
         if (
@@ -115,7 +117,7 @@ class Ordinary:
             ledger = self._ledger = NormLedger(record.rows)
             self._generation = record.generation
             self._norms.forget()
-        if mean:
+        if self._mean:
             backprops = record.backprops
             first = backprops[0] if isinstance(backprops, tuple) else backprops
             rows = torch.full(
@@ -130,8 +132,10 @@ class Ordinary:
                 parameter: Any = record.layer.parameter(local)
                 parameter._norm_sample = known[owner].sqrt()
 
-    def receive_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
+    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample; see :meth:`receive`."""
+        if not self._recorder.enabled:
+            return
         self._note(forward_pass, list(grads))
         generation = forward_pass.generation
         if self._generation is not generation or forward_pass in self._passes:
@@ -140,7 +144,7 @@ class Ordinary:
             self._norms.whole = None
         assert self._ledger is not None
         self._passes.add(forward_pass)
-        self._ledger.add_whole(grads)
+        self._ledger.kept.add_whole(grads)
         self._norms.publish(self._ledger.known())
 
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:

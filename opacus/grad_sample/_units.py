@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.record.named import DOCUMENTS, named_units, take_units
+from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import Choice
 from opacus.grad_sample._opacus_names import OpacusNames
 
@@ -41,13 +42,15 @@ class NamedByUser(OpacusNames):
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take the names of units from the model's arguments, if there are any."""
         key, recorder = self.privacy_unit, self._recorder
-        if key is None:
-            return args, kwargs
+        trains = key is not None and recorder.active(self._module)
+        if key is None or not (trains or gives_units(key, args, kwargs)):
+            return args, kwargs  # in evaluation nobody's units matter
         args, kwargs, names = take_units(key, args, kwargs)
-        recorder.named = None
-        if recorder.active(self._module):
-            recorder.named = named_units(key, names, tree_leaves((args, kwargs)))
-            self._check_unit_ranks(key, recorder.named.names)
+        recorder.passes.name_units(None)
+        if trains:
+            named = named_units(key, names, tree_leaves((args, kwargs)))
+            recorder.passes.name_units(named)
+            self._check_unit_ranks(key, named.names)
         return args, kwargs
 
     def _check_unit_ranks(self, key: str, names: Tensor) -> None:
@@ -62,8 +65,8 @@ class NamedByUser(OpacusNames):
             return
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, names.tolist())
-        seen = [name for own in everyone for name in own]
-        twice = sorted({name for name in seen if seen.count(name) > 1})
+        seen = Counter(name for own in everyone for name in own)
+        twice = sorted(name for name, count in seen.items() if count > 1)
         if twice:
             raise ValueError(
                 f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opacus.core.isolation.check import Isolation
-from opacus.core.norms.ledger import add_rows
+from opacus.core.norms.kept import add_rows
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -122,7 +122,7 @@ class GradSampleHooks(NamedByUser):
         self._recorder = Recorder(
             self._module,
             self._layers(force_functorch),
-            self._sink(),
+            self._receive,
             batch_first=batch_first,
         )
         for layer in self._recorder.layers:
@@ -135,6 +135,7 @@ class GradSampleHooks(NamedByUser):
             self._module, self._recorder, strict=self._strict, sees_loss=self._sees_loss
         )
         self._strategy = self._make_strategy()
+        self._recorder.send_to(self._sink())
         self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
@@ -248,7 +249,7 @@ class GradSampleHooks(NamedByUser):
     @property
     def latest_batch(self) -> int | None:
         """Number of samples of the latest forward pass, where its inputs tell."""
-        return self._recorder.latest_batch
+        return self._recorder.passes.latest_batch
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):

@@ -20,14 +20,15 @@ from opacus.core.platform.profiling import (
 )
 from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
-from opacus.core.privacy.clipping import Clipped, clip_each, clip_flat
+from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
-from opacus.core.sums.one_pass import GradientSink, LocalSink, OnePass
-from opacus.core.sums.strategy import Ghost, Phase, TwoPass
+from opacus.core.sums.one_pass import OnePass
+from opacus.core.sums.strategy import Ghost, TwoPass
+from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
@@ -175,7 +176,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 return self._norms.take(norm_sq, ledger.batch, device)
 
     @timed(CLIP_FACTORS)
-    def clip(self) -> Clipped | tuple[dict[str, Tensor], Tensor]:
+    def clip(self) -> Factors:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
@@ -184,7 +185,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         norms = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
         return clip_each(norms, by_name)
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add the clipped sum to the parameters' ``grad``, by a second backward pass.
 
         In the ``_bk`` modes it is formed from what the first one kept.
@@ -196,10 +197,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
         An error in it leaves no gradient: that of earlier batches of the step is dropped too.
         """
-        if isinstance(clipped, Clipped):
-            clipped = (clipped.factors, clipped.excluded)
         try:
-            self._strategy.sum_pass(losses, *clipped, retain_graph=retain_graph)
+            self._strategy.sum_pass(losses, clipped, retain_graph=retain_graph)
         except BaseException:
             self._strategy.abandon()
             raise
@@ -227,31 +226,26 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def _make_strategy(self) -> Ghost:
         recorder, deferred = self._recorder, self._use_deferred_norm
-        if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
-            recorder.lone = lone_sample(recorder, self._on_whole)
         parameters = list(self._module.named_parameters())
         strategy: Ghost = (
             OnePass(recorder, parameters, deferred=deferred, sink=self._make_sink())
             if self.book_keeping
             else TwoPass(recorder, parameters, deferred=deferred)
         )
-        self._ordinary = Ordinary(self._norms, recorder, strategy)
+        self._ordinary = Ordinary(
+            self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
+        )
+        strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
+        if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
+            recorder.lone = lone_sample(recorder, strategy.receive_whole)
         return strategy
 
     def _receive(self, record: Record) -> None:
-        """Measure, keep or weight a record, as the phase of the step asks for."""
-        if self.hooks_enabled and self._strategy.phase is Phase.IDLE:
-            self._ordinary.receive(record, mean=self.loss_reduction == "mean")
-        elif record.layer.rule.needs_parameters:
-            super()._receive(record)
-        elif self.hooks_enabled:
+        if self.hooks_enabled:
             self._strategy.receive(record)
 
-    def _on_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
-        if self.hooks_enabled and self._strategy.phase is Phase.IDLE:
-            self._ordinary.receive_whole(forward_pass, grads)
-        else:
-            self._strategy.receive_whole(forward_pass, grads)
+    def _sink(self) -> Callable[[Record], None]:
+        return self._by_hook if self._watched() else self._strategy.receive
 
     def _make_sink(self) -> GradientSink:
         """Where the clipped sums of a single backward pass go."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from opacus.core.platform.torch_internals import (
     reduced_at_once,
     tensor_parallel_names,
 )
+from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.layout import sum_gradients
@@ -31,8 +32,8 @@ from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sums.one_pass import GradientSink
 from opacus.core.sums.strategy import Phase
+from opacus.core.sums.terms import GradientSink
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -145,7 +146,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.active(module) and not (recorder.in_backward or recorder.probed):
-            self._data_check.look(() if recorder.latest_batch == 0 else (args, kwargs))
+            self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
@@ -156,6 +157,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return layers
 
     # --- one step ---
+
+    def _sink(self) -> Callable[[Record], None]:
+        return self._by_hook if self._watched() else self._receive
 
     def _receive(self, record: Record) -> None:
         phase, layer = self._strategy.phase, record.layer
@@ -178,7 +182,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             with self._recovery.watch(what):
                 yield
         except BaseException:
-            self._recorder.forget()
+            self._recorder.passes.forget()
             self._recovery.put_back()
             raise
 
@@ -207,7 +211,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             with part(FINAL_COMPUTE):
                 return self._norms.take(norm_sq, len(norms), norms.device)
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool = False) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         if not self.book_keeping:  # there FSDP2 reduces nothing
             self._unreached.start(self._reached)

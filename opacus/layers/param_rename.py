@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from opacus.core.record.whole import is_alias
+from opacus.core.record.layers import is_alias
 
 if TYPE_CHECKING:
     _Base = nn.Module

@@ -39,5 +39,5 @@ class DPPerLayerOptimizer(DPOptimizer):
         limit_of = {id(p): c for p, c in zip(self.params, self.max_grad_norms, strict=True)}
         limits = {str(i): limit_of[id(p)] for i, p in enumerate(used)}
         norms = {str(i): norm for i, norm in enumerate(self._norms(samples))}
-        factors, excluded = clip_each(norms, limits)
-        return [Clipped(factor, excluded) for factor in factors.values()]
+        clipped = clip_each(norms, limits)
+        return [Clipped(clipped.of(name), clipped.excluded) for name in norms]

@@ -30,11 +30,21 @@ class CountedOptimizer(WrappedOptimizer):
         An accountant's hook (``get_optimizer_hook_fn``) is not called: the step itself counts
         with that accountant, exactly once, also if :meth:`PrivacyEngine.make_private` has
         attached it before.
+
+        Raises:
+            ValueError: The accountant counts the steps already, as those of another sampling.
         """
         if not isinstance(fn, StepCounter):
             self._step_hooks.append(fn)
             return
         for known in self._counters:
+            if known.accountant is fn.accountant and known.sampling != fn.sampling:
+                raise ValueError(
+                    f"this accountant counts the optimizer's steps already, as those of "
+                    f"{known.sampling or 'plain Poisson sampling'}, and cannot count them as "
+                    f"{fn.sampling or 'plain Poisson sampling'}, too: give make_private the "
+                    "argument sampling="
+                )
             if known.accountant is fn.accountant and known.sample_rate != fn.sample_rate:
                 logger.warning(
                     "This accountant counts the optimizer's steps already, at sample rate %g; a "

@@ -13,6 +13,7 @@ from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.draws import Draws
 from opacus.core.ranks.layout import Single
+from opacus.core.ranks.meeting import Meetings, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,9 @@ STATE_DICT = "torch.distributed.checkpoint.state_dict"
 MOST_FRAMES = 16
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
+
+# What a rank says whose batch is one that was drawn; how many seconds others wait for it.
+_AS_DRAWN, _WAIT = "as drawn", 600.0
 
 
 def only_makes_state(optimizer: Any) -> bool:
@@ -48,11 +52,17 @@ class CheckedOptimizer:
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
     _world_is_known = False
+    # Of ranks that hold different samples: before a step each says whether it has what it drew.
+    _meetings: Meetings | None = None
+    _met = 0
 
     def follow_draws(self, draws: Draws) -> None:
         """Steps are counted as batches of the Poisson sampler that `draws` belongs to."""
         self._draws = draws
         self._warned_of_no_draw = False
+        self._met = 0
+        if self._layout.world_size > 1:
+            self._meetings = Meetings(ranks_of(self.params), "draws")
 
     def _samples(self) -> int:
         raise NotImplementedError
@@ -61,7 +71,7 @@ class CheckedOptimizer:
         raise NotImplementedError
 
     def compare_with_draws(self) -> None:
-        """Refuse a batch that is not one that was drawn.
+        """Refuse a batch that is not one that was drawn, on all ranks alike.
 
         Raises:
             RuntimeError: See :class:`~opacus.core.privacy.draws.Draws`.
@@ -81,9 +91,32 @@ class CheckedOptimizer:
                 "must be drawn in the same way, at the same rate."
             )
         final = not self._check_skip_next_step(pop_next=False)
-        self._draws.check(self._samples(), final=final)
+        error: RuntimeError | None = None
+        try:
+            self._draws.check(self._samples(), final=final)
+        except RuntimeError as caught:
+            error = caught
+        try:
+            self._agree_on_draws("" if error is None else str(error))
+        finally:
+            if error is not None:
+                raise error
         if final and self._layout.correlation is not None:
             self._layout.correlation.take_part(self._draws.part, self._layout.key.step)
+
+    def _agree_on_draws(self, refusal: str) -> None:
+        """Let no rank release what another one refuses, and then wait for it."""
+        if self._meetings is None:
+            return
+        self._met += 1
+        outcome = self._meetings.meet(str(self._met), refusal or _AS_DRAWN, _WAIT)
+        others = {rank: said for rank, said in outcome.said.items() if said != _AS_DRAWN}
+        if others:
+            rank, said = next(iter(others.items()))
+            raise RuntimeError(
+                f"nothing of this step was released: rank {rank} "
+                + (f"refused its batch: {said}" if said else "did not come to the step")
+            )
 
     def check_world(self) -> None:
         """Refuse a model of one process where there are several.

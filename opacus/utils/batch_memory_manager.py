@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from opacus.data.collate import CollateFnWithEmpty, wrap_collate_with_empty
+from opacus.data.fixed import PaddedCollate
 from opacus.data.host_loader import HostLoader, loader_settings
 from opacus.data.sharding import ShardedBatchSampler, communication_device
 from opacus.utils.uniform_sampler import POISSON, DistributedUniformWithReplacementSampler
@@ -282,7 +283,9 @@ def wrap_data_loader(
         sampler=logical, max_batch_size=max_batch_size, optimizer=optimizer
     )
     settings = {**loader_settings(data_loader), "in_order": True}
-    if sampler.agrees and not isinstance(data_loader.collate_fn, CollateFnWithEmpty):
+    if isinstance(data_loader.collate_fn, PaddedCollate):
+        settings["collate_fn"] = data_loader.collate_fn.for_items(max_batch_size)
+    elif sampler.agrees and not isinstance(data_loader.collate_fn, CollateFnWithEmpty):
         settings["collate_fn"] = wrap_collate_with_empty(
             collate_fn=data_loader.collate_fn, dataset=data_loader.dataset
         )

@@ -329,7 +329,7 @@ class DPLossFastGradientClipping:
             ValueError: The criterion did not give one loss (or more) a sample.
         """
         losses = self._unreduced(args, kwargs)
-        named = self.module._recorder.named
+        named = self.module._recorder.passes.named
         if named is not None:
             sums = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
             return DPTensorFastGradientClipping(
@@ -376,7 +376,7 @@ class DPLossFastGradientClipping:
             return
         if losses.shape[0] == samples:
             return
-        batches = self.module._recorder.waiting_batches()
+        batches = self.module._recorder.passes.waiting_batches()
         if len(batches) > 1 and samples < losses.shape[0] <= sum(batches):
             raise ValueError(
                 f"the criterion returned {losses.shape[0]} losses for outputs of {len(batches)} "
@@ -389,7 +389,7 @@ class DPLossFastGradientClipping:
         """Number of samples: as told, else that of the model's latest batch."""
         if shape is None:
             return self.module.latest_batch
-        self.module._recorder.samples_are_told()
+        self.module._recorder.passes.samples_are_told()
         return int(shape[0])
 
     def _rows(self, losses: Any, args: Any, kwargs: Any) -> int | None:

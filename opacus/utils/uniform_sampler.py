@@ -46,6 +46,7 @@ class Coins:
     Attributes:
         key: 32 bytes for the coins of items.
         gaps: 32 others for gaps between chosen items.
+        cut: 32 others for what stays of a batch that is too large.
         number: Of the batch; no two batches with these keys share it.
         secure: ChaCha20 instead of Philox.
     """
@@ -54,17 +55,31 @@ class Coins:
     gaps: bytes
     number: int
     secure: bool = False
+    cut: bytes = b""
 
     @classmethod
     def of(cls, key: RunKey, number: int, epoch: int = 0) -> Coins:
         """Those of batch ``number`` of a run."""
         name = str(epoch) if epoch else ""
         streams = key.stream(SAMPLING, name), key.stream(f"{SAMPLING} by gaps", name)
-        return cls(*streams, number, key.secure)
+        cut = key.stream(f"{SAMPLING} to cut", name)
+        return cls(*streams, number, key.secure, cut)
 
     def words(self, start: int, end: int) -> Tensor:
         """A word, int64 in [0, 2^32), for each of the items ``start`` to ``end - 1``."""
         return words_between(start, end, self.key, self.number, self.secure)
+
+    def kept(self, chosen: Tensor, most: int | None, rank: int = 0) -> Tensor:
+        """So many of the chosen items, uniformly drawn, in order; all of them if they are fewer.
+
+        Ranks that hold different items draw by themselves.
+        """
+        if most is None or len(chosen) <= most:
+            return chosen
+        start = rank << 34
+        words = words_between(start, start + 2 * len(chosen), self.cut, self.number, self.secure)
+        places = ((words[1::2] << 21) | (words[::2] >> 11)).argsort()[:most]
+        return chosen[places.sort().values]
 
     def uniforms(self, start: int, end: int) -> Tensor:
         """The fp64 variates in [0, 1) number ``start`` to ``end - 1``, for gaps."""
@@ -125,6 +140,7 @@ class _Keyed(Sampler[list[int]]):
         draws: what is known of the batches that were drawn.
         cyclic: whether all passes have the same batches.
         first: number of the batch that the next pass begins with.
+        most: items that stay of a batch (of this rank), the others are left out; `None` for all.
     """
 
     draws: Draws
@@ -132,6 +148,7 @@ class _Keyed(Sampler[list[int]]):
 
     _shared = False
     cyclic = False
+    most: int | None = None
     first = 0  # batch of the next pass
 
     def _set_key(self, generator: torch.Generator | None) -> None:
@@ -246,7 +263,8 @@ class UniformWithReplacementSampler(_Keyed):
 
     def __iter__(self) -> Iterator[list[int]]:
         for coins in self._pass():
-            yield self._draw(self.num_samples, self.sample_rate, coins).tolist()
+            chosen = self._draw(self.num_samples, self.sample_rate, coins)
+            yield coins.kept(chosen, self.most).tolist()
 
 
 class _Index(int):
@@ -323,8 +341,9 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     def __iter__(self) -> Iterator[list[int]]:
         owner = self._owners()
         for coins in self._pass(self.epoch):
-            chosen = self._draw(self.total_size, self.sample_rate, coins).numpy()
-            yield [_Index(i) for i in chosen[owner[chosen] == self.rank].tolist()]
+            chosen = self._draw(self.total_size, self.sample_rate, coins)
+            own = chosen[torch.from_numpy(owner)[chosen] == self.rank]
+            yield [_Index(i) for i in coins.kept(own, self.most, self.rank).tolist()]
 
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""

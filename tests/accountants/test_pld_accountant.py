@@ -20,7 +20,7 @@ from opacus.accountants.sampling import (
     UserRows,
 )
 from tests.accountants.contract import DELTA, BoundContract
-from tests.accountants.test_reference import QUICK
+from tests.accountants.table import QUICK
 
 
 def book(sigma: float, rate: float, steps: int, sampling: Sampling | None = None) -> PLDAccountant:

@@ -14,7 +14,7 @@ from opacus.auditing import GradientCanaries, leave_one_out
 from opacus.core.kernels.noise import regions
 from opacus.core.privacy import noise
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 CANARIES, STEPS = 128, 12
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 from opacus.data.sharding import shard_data_loader
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from tests.distributed_utils import DistributedTestError, run_distributed
+from tests.helpers.distributed import DistributedTestError, run_distributed
 
 
 class Accumulator:

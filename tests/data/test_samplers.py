@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +23,15 @@ from opacus.utils.uniform_sampler import (
 
 # Two-sided: a statistic that is too small (draws too regular) is as wrong as one too large.
 TAIL = 1e-4
+
+
+# Functions of their arguments, which many samplers of equal seeds ask for again.
+words_between = functools.cache(uniform_sampler.words_between)
+
+
+@pytest.fixture(autouse=True)
+def _each_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uniform_sampler, "words_between", words_between)
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -20,9 +20,9 @@ from opacus.core.step import auto
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import wrap_model
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
-from tests.engine.test_modes_match_oracle import assert_close
-from tests.oracle import clipped_sum, per_sample_gradients
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.modes import assert_close
+from tests.helpers.oracle import clipped_sum, per_sample_gradients
 
 B, CLIP = 6, 0.4
 # How a model is spread over two ranks, the mode to compare with, and the one that is chosen.

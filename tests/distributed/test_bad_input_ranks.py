@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleModuleFastGradientClippingFSDP
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import distributed_utils, oracle
-from tests.distributed_utils import DistributedTestError, progress, run_distributed
+from tests.helpers import distributed as distributed_utils
+from tests.helpers import oracle
+from tests.helpers.distributed import DistributedTestError, progress, run_distributed
 
 
 def build(hidden: int = 6) -> nn.Sequential:

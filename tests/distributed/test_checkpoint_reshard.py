@@ -26,7 +26,7 @@ from opacus.schedulers import StepNoise
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import DistributedTestError, run_distributed
+from tests.helpers.distributed import DistributedTestError, run_distributed
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 2
 STEPS = SAMPLES // BATCH

@@ -16,7 +16,7 @@ from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.distributed_checkpoint import Checkpointer
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 STEPS, SAVED_AFTER = 10, 5
 # Squared norms of ghost modes overflow at 2^64.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from opacus import PrivacyEngine
-from tests.distributed.test_fsdp_matches_oracle import B, batch_here, full, loader, wrap
-from tests.distributed_utils import progress, run_distributed
-from tests.engine.test_modes_match_oracle import assert_close, oracle
-from tests.problems import PROBLEMS, build, criterion
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.modes import assert_close, oracle
+from tests.helpers.problems import PROBLEMS, build, criterion
+from tests.helpers.sharded import B, batch_here, full, loader, wrap
 
 CLIP = 0.5
 CLEAR = ("before", "between", "model", "model to none", "none", "changed", "only changed", "never")

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 B, CLIP = 7, 0.4
 WAYS: dict[str, dict[str, Any]] = {
@@ -21,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two passes": {"grad_sample_mode": "ghost_fsdp"},
     "replicated": {"grad_sample_mode": "ghost_fsdp_bk", "data_layout": "replicated"},
     "empty ranks": {"grad_sample_mode": "ghost_fsdp_bk"},
+    "checkpoints": {"grad_sample_mode": "ghost_fsdp_bk", "deferred_norm": True},
 }
 
 
@@ -37,8 +39,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: bool) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.stem = nn.Linear(5, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 4)
@@ -46,7 +49,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         output: Tensor = self.head(x.mean(1))
         return output
 
@@ -72,7 +75,7 @@ def summed(rank: int, world_size: int, way: str, compiled: bool) -> tuple[list[T
     torch._dynamo.reset()
     options = dict(WAYS[way])
     torch.manual_seed(4)
-    net = Net()
+    net = Net("checkpoints" in way)
     for block in net.blocks if compiled else ():
         block.compile(backend="aot_eager")
     model = FSDP2Wrapper(net)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
-from tests.engine.test_correlated_noise import Run, model, reference
+from tests.helpers.correlated import Run, model, reference
+from tests.helpers.distributed import progress, run_distributed
 
 PASSES = 3
 

@@ -9,55 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
-from tests.engine.test_modes_match_oracle import assert_close, oracle
-from tests.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
+from tests.helpers.distributed import run_distributed
+from tests.helpers.modes import assert_close, oracle
+from tests.helpers.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
+from tests.helpers.sharded import B, batch_here, full, loader, wrap
 
-B = 8
 # Rows of the batch that each rank holds: even, uneven, and with empty ranks.
 SPLITS = {
     2: {"even": (4, 4), "uneven": (3, 5), "empty": (0, 8)},
     3: {"uneven": (1, 4, 3)},
     4: {"even": (2, 2, 2, 2), "empty": (0, 5, 0, 3)},
 }
-
-
-def loader(name: str) -> DataLoader[Any]:
-    data = TensorDataset(*batch_here(name))
-    sampler = DistributedSampler(data, shuffle=False)
-    return DataLoader(data, batch_size=B, sampler=sampler)
-
-
-def batch_here(name: str) -> tuple[Tensor, Tensor]:
-    """The batch as drawn on the CPU, on this rank's device."""
-    with torch.device("cpu"):
-        inputs, targets = PROBLEMS[name].batch(B)
-    device = torch.get_default_device()
-    return inputs.to(device), targets.to(device)
-
-
-def wrap(model: nn.Module, how: str) -> nn.Module:
-    if how == "fsdp":
-        return FSDP2Wrapper(model)
-    if how == "fsdp_leaves":
-        return FSDP2Wrapper(model, use_block_wrapping=False, wrap_individual_layers=True)
-    if how == "fsdp_root":
-        return FSDP2Wrapper(model, use_block_wrapping=False)
-    if how == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    return DPDDP(model)
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers import oracle
+from tests.helpers.distributed import progress, run_distributed
 
 B, T, STEPS = 6, 4, 2
 # Rows of the batch on each of the ranks that hold different samples.

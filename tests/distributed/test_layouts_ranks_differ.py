@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers import oracle
+from tests.helpers.distributed import progress, run_distributed
 
 N, B, CLIP = 12, 6, 2.0
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", False)]

@@ -14,9 +14,9 @@ from opacus import PrivacyEngine
 from opacus.core.kernels.loss import head as head_kernels
 from opacus.core.sums.planner import Planner
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import progress, run_distributed
-from tests.engine import test_loss_without_logits as one
+from tests.helpers import oracle
+from tests.helpers import without_logits as one
+from tests.helpers.distributed import progress, run_distributed
 
 B = one.B
 # mode, tied, loss inside of the model, deferred norms, what one pass keeps, rows of each rank,

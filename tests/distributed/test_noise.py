@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.ranks.layout import Sharded, Single, TensorParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 SIGMA, CLIP, LOCAL = 2.0, 1e-3, 4
 

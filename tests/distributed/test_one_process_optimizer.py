@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 
 def step(rank: int, world_size: int) -> list[str]:

@@ -9,10 +9,10 @@ import torch
 
 from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
-from tests.integrations.test_peft import CONFIGS, TokenLoss, adapted, logits
+from tests.helpers.adapters import CONFIGS, TokenLoss, adapted, logits
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.oracle import clipped_sum, norms, per_sample_gradients, trainable
 from tests.integrations.tiny import VOCABULARY
-from tests.oracle import clipped_sum, norms, per_sample_gradients, trainable
 
 PARTS = (slice(0, 2), slice(2, 3))  # the second rank has one sample
 MODES = ("ghost_fsdp", "ghost_fsdp_bk")

@@ -31,7 +31,7 @@ from opacus.core.platform.profiling import (
     WEIGHTED_SUM,
 )
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 DETAILED, FSDP, FSDP_DETAILED = VARIABLES
 WORLD = 2

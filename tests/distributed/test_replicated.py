@@ -21,8 +21,8 @@ from opacus import PrivacyEngine
 from opacus.core.sums.strategy import Phase
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers import oracle
+from tests.helpers.distributed import progress, run_distributed
 
 B, CLIP, STEPS = 6, 1.0, 2
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", True)]

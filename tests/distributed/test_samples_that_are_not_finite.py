@@ -22,7 +22,7 @@ from opacus import PrivacyEngine
 from opacus.core.ranks.layout import Single
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 B, BAD = 6, 1
 C, LIMITS = 1.55, [0.3, 0.2, 0.4, 0.25]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
-from tests.engine.test_several_optimizers import B, muon_and_adamw, net, private, take_steps
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.several_optimizers import B, muon_and_adamw, net, private, take_steps
 
 MODES = {
     "ghost_fsdp": FSDP2Wrapper,

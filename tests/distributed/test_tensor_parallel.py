@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests.distributed_utils import run_distributed
-from tests.engine.test_modes_match_oracle import assert_close
-from tests.problems import clipped_sum
+from tests.helpers.distributed import run_distributed
+from tests.helpers.modes import assert_close
+from tests.helpers.problems import clipped_sum
 
 B = 6
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
-from tests.engine.test_units import (
+from tests.helpers.distributed import run_distributed
+from tests.helpers.units import (
     Net,
     assert_right,
     clipped_sum,

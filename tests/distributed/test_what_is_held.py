@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers import oracle
+from tests.helpers.distributed import progress, run_distributed
 
 MODES = ["ghost_fsdp", "ghost_fsdp_bk"]
 C, ROWS = 0.05, 8

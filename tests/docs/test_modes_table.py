@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.step.modes import AUTO, MODES
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "modes.md"
 # What these do is up to the user, and to how the model is split.

@@ -1,7 +1,8 @@
 """The Python of the documentation runs as it is printed, and shows what really comes out.
 
 A block whose first line names a file (`# train.py`) is that file; one that starts a process group is
-run by torchrun on two gloo processes. The other blocks of a page are one script, from top to bottom.
+run on two gloo processes. The other blocks of a page are one script, from top to bottom. The first of
+each is run as a reader would, by the interpreter and by torchrun.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.distributed import preload
+from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -76,10 +80,32 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+preload(
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.dpo_trainer"
+)
 
-def run(page: Page, folder: Path, *command: str, tries: int = 5) -> str:
+
+def write(page: Page, folder: Path) -> None:
     for name, text in {**page.files, "page.py": page.script}.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def forked(script: str, folder: Path, ranks: int = 0, strict: bool = False) -> str:
+    done = run_script(
+        folder / script,
+        folder=folder,
+        path=[ROOT],
+        ranks=ranks,
+        strict=strict,
+        env={**os.environ, **QUIET},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(folder: Path, *command: str, tries: int = 5) -> str:
     path = os.pathsep.join([str(ROOT), str(folder)])
     done = subprocess.run(
         [sys.executable, *command],
@@ -90,7 +116,7 @@ def run(page: Page, folder: Path, *command: str, tries: int = 5) -> str:
         timeout=120,
     )
     if done.returncode and ABORTED in done.stderr and tries > 1:
-        return run(page, folder, *command, tries=tries - 1)
+        return run(folder, *command, tries=tries - 1)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -108,8 +134,11 @@ def plan_of(text: str) -> list[tuple[str, ...]]:
 def test_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     page = read(name)
     assert page.script
-    strict = () if name in OTHERS else ("-W", "error")
-    out = run(page, tmp_path, *strict, "page.py")
+    write(page, tmp_path)
+    if name == PAGES[0]:
+        out = run(tmp_path, "-W", "error", "page.py")
+    else:
+        out = forked("page.py", tmp_path, strict=name not in OTHERS)
     for expected in page.outputs:
         assert plan_of(expected) == plan_of(out)
 
@@ -119,8 +148,12 @@ def test_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     ("name", "script"), [(n, s) for n in ON_RANKS for s in read(n).distributed]
 )
 def test_a_distributed_script_runs_on_two_processes(name: str, script: str, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    out = run(read(name), tmp_path, *torchrun, script)
+    write(read(name), tmp_path)
+    if name == ON_RANKS[0]:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+        out = run(tmp_path, *torchrun, script)
+    else:
+        out = forked(script, tmp_path, ranks=2)
     assert out.strip(), "it prints nothing that a reader could compare"
 
 

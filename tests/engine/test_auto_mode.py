@@ -27,10 +27,10 @@ from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     PrivacyEngineAdaptiveClipping,
 )
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from tests.engine.test_bad_input import arguments, assert_untouched
-from tests.engine.test_modes_match_oracle import B, assert_close, oracle, trainable
-from tests.oracle import clipped_sum, per_sample_gradients
-from tests.problems import PROBLEMS, build, criterion, per_sample
+from tests.helpers.modes import B, assert_close, oracle, trainable
+from tests.helpers.oracle import clipped_sum, per_sample_gradients
+from tests.helpers.problems import PROBLEMS, build, criterion, per_sample
+from tests.helpers.refusals import arguments, assert_untouched
 
 TARGETS = torch.tensor([0, 1, 0, 1])
 

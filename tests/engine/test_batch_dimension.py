@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.record import whose
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import oracle
-from tests.distributed_utils import run_distributed
-from tests.engine.test_modes_match_oracle import assert_close
+from tests.helpers import oracle
+from tests.helpers.batch_dimension import CLIP, B, private, step, token_batch
+from tests.helpers.distributed import run_distributed
+from tests.helpers.modes import assert_close
 
 MODES = ["hooks", "functorch", "ghost", "ghost-deferred", "ghost_bk", "flash", "flash_bk"]
-B, T, CLIP = 4, 5, 0.3
 
 
 class TimeMajor(nn.Module):
@@ -47,12 +45,6 @@ def seeded(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
-def token_batch(rows: int = B, length: int = T, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 7, (rows, length), generator=generator)
-    return ids, torch.randint(0, 3, (rows,), generator=generator)
-
-
 def want(model: nn.Module, inputs: Tensor, targets: Tensor, dim: int) -> list[Tensor]:
     """Clipped sum, one sample at a time in float64; ``dim`` of the inputs is the batch."""
 
@@ -63,31 +55,6 @@ def want(model: nn.Module, inputs: Tensor, targets: Tensor, dim: int) -> list[Te
     norms = oracle.norms(gradients)
     assert (norms > CLIP).any()
     return list(oracle.clipped_sum(gradients, CLIP).values())
-
-
-def private(model: nn.Module, mode: str, **kwargs: Any) -> tuple[Any, Any, Any]:
-    if mode.endswith("-deferred"):
-        kwargs["deferred_norm"] = True
-    data = TensorDataset(*token_batch())
-    out = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        data_loader=DataLoader(data, batch_size=B),
-        noise_multiplier=0.0,
-        max_grad_norm=CLIP,
-        poisson_sampling=False,
-        loss_reduction="sum",
-        grad_sample_mode=mode.split("-")[0],
-        **kwargs,
-    )
-    return out[0], out[1], out[2] if len(out) == 4 else nn.CrossEntropyLoss(reduction="sum")
-
-
-def step(run: tuple[Any, Any, Any], inputs: Tensor, targets: Tensor) -> None:
-    run[1].zero_grad()
-    run[2](run[0](inputs), targets).backward()
-    run[1].step()
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.test_what_a_step_releases import batch, build, check, private, want
+from tests.helpers.releases import batch, build, check, private, want
 
 GHOST = ["ghost", "ghost_bk", "flash_bk"]
 

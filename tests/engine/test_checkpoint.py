@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.schedulers import StepNoise
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 
 def model(width: int = 4) -> nn.Module:

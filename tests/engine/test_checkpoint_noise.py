@@ -20,7 +20,7 @@ from opacus import PrivacyEngine
 from opacus.core.ranks.layout import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 pytestmark = pytest.mark.usefixtures("reproducible")
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.recorder import Recorder
-from tests.engine.test_modes_match_oracle import assert_close
-from tests.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
+from tests.helpers.modes import assert_close
+from tests.helpers.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
 
 # Warnings that torch.compile causes in torch, and then hides from stderr only.
 pytestmark = [
@@ -403,7 +403,7 @@ def test_nothing_is_left_when_graphs_are_gone() -> None:
     del output
     gc.collect()
     assert len(compiled_tap._links) == 0
-    assert private[0]._recorder.waiting_batches() == []
+    assert private[0]._recorder.passes.waiting_batches() == []
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -414,27 +414,107 @@ def test_copies_of_a_model_have_layers_of_their_own(way: str) -> None:
         block.compile(backend="aot_eager")
     inputs, _ = tokens_and_classes()
     output = other(inputs)
-    assert model._recorder.waiting_batches() == []
-    assert set(other._recorder.waiting_batches()) == {B}
+    assert model._recorder.passes.waiting_batches() == []
+    assert set(other._recorder.passes.waiting_batches()) == {B}
     del output
 
 
 # --- what cannot be done in a graph ---
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-def test_checkpoints_around_compiled_blocks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "ghost_bk-deferred", "ghost"])
+def test_checkpoints_around_compiled_blocks(mode: str) -> None:
     inputs, targets = tokens_and_classes()
-    private = net(mode, compiled="aot_eager", around=recomputed)
-    with pytest.raises(RuntimeError, match="OPACUS_COMPILED_TAPS=0"):
-        gradient(private, inputs, targets)
     want = gradient(net(mode, compiled=None), inputs, targets)
-    monkeypatch.setenv("OPACUS_COMPILED_TAPS", "0")
-    torch._dynamo.reset()
+    assert max(float(g.abs().max()) for g in want) > 1e-4
     counters.clear()
     private = net(mode, compiled="aot_eager", around=recomputed)
+    for _ in range(2):
+        assert_close(gradient(private, inputs, targets), want)
+    assert bool(counters["graph_break"]) is (mode == "ghost")  # which ends graphs at each layer
+    assert private[0]._recorder.waiting_batches() == []
+
+
+def test_checkpoints_inside_of_compiled_blocks_are_run_by_python() -> None:
+    inputs, targets = tokens_and_classes()
+    want = gradient(net("ghost_bk", compiled=None), inputs, targets)
+    torch.manual_seed(0)
+    model = Net(around=recomputed).to(DEVICE)
+    model.compile(backend="aot_eager")
+    data = TensorDataset(*(t.cpu() for t in tokens_and_classes(4 * B)))
+    private = make_private(model, "ghost_bk", 0.05, nn.CrossEntropyLoss(), data)
     assert_close(gradient(private, inputs, targets), want)
-    assert counters["graph_break"]
+
+
+def test_a_backward_pass_finds_its_own_forward_pass() -> None:
+    """Blocks that run again are of the call that the loss is of, not of the latest one."""
+    inputs, targets = tokens_and_classes(2 * B)
+    x, y = inputs[:B], targets[:B]
+    want = gradient(net("ghost_bk", compiled=None), x, y)
+    model, optimizer, loss = net("ghost_bk", compiled="aot_eager", around=recomputed)
+    first = loss(model(x), y)
+    later = model(inputs[B : B + 2])
+    first.backward()
+    optimizer.pre_step()
+    assert_close([p.grad for p in model.parameters()], want)
+    del later
+
+
+def test_compiled_blocks_that_run_again_for_an_unknown_call_are_refused() -> None:
+    inputs, targets = tokens_and_classes()
+    private = net("ghost_bk", compiled="aot_eager", around=recomputed)
+    model, _, loss = private
+    kept: list[Tensor] = []
+    handle = model._module.head.register_forward_hook(lambda m, a, out: kept.append(out))
+    model(inputs)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="of which call of the model is not known"):
+        loss(kept[0].mean(1), targets).backward()
+    both = loss(model(inputs), targets) + loss(model(inputs), targets)
+    with pytest.raises(RuntimeError, match="several forward passes are in one backward"):
+        both.backward()
+    reentrant = net(
+        "ghost_bk",
+        compiled="aot_eager",
+        around=lambda block, x: checkpoint(block, x, use_reentrant=True),
+    )
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        gradient(reentrant, inputs, targets)
+
+
+class Owned(Net):
+    """Takes the names of units."""
+
+    def __init__(self) -> None:
+        super().__init__(around=recomputed)
+
+
+def test_named_units_in_compiled_blocks_that_run_again() -> None:
+    inputs, targets = tokens_and_classes()
+    owner = torch.tensor([3, 1, 3, 1, 7])
+    sums = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Owned()
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        out = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=B),
+            noise_multiplier=0.0,
+            max_grad_norm=0.05,
+            poisson_sampling=False,
+            grad_sample_mode="ghost_bk",
+            privacy_unit="owner",
+        )
+        out[2](out[0](inputs, owner=owner), targets).backward()
+        assert out[0].per_sample_gradient_norms.shape == (3,)
+        assert (out[0].per_sample_gradient_norms > 0.05).any()
+        sums.append([p.grad.clone() for p in model.parameters()])
+    assert_close(sums[1], sums[0])
 
 
 class Positions(nn.Module):

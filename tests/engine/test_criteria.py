@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests import oracle
+from tests.helpers import oracle
 
 B, T, CLIP = 5, 9, 0.05
 GHOST = ["ghost", "ghost_bk"]

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 from opacus import GradSampleModule
 from opacus.core.isolation.check import IsolationError
-from tests.engine.test_what_a_step_releases import CLIP, B, batch, build, check, private, want
+from tests.helpers.releases import CLIP, B, batch, build, check, private, want
 
 HOOKS = ["hooks", "functorch"]
 MODES = [*HOOKS, "ghost", "ghost_bk"]

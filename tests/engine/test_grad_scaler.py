@@ -17,9 +17,9 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
-from tests.engine.test_modes_match_oracle import B, assert_close, oracle, private, trainable
-from tests.problems import PROBLEMS, build, criterion
+from tests.helpers.distributed import run_distributed
+from tests.helpers.modes import B, assert_close, oracle, private, trainable
+from tests.helpers.problems import PROBLEMS, build, criterion
 
 SCALE = 1024.0
 MODES = ["hooks", "functorch", "ghost", "ghost-deferred", "ghost_bk", "flash", "flash_bk"]

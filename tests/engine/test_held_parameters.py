@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.test_what_a_step_releases import MODES, B, batch, build, check, private, want
+from tests.helpers.releases import MODES, B, batch, build, check, private, want
 
 
 def sgd(model: nn.Module, names: tuple[str, ...]) -> torch.optim.SGD:

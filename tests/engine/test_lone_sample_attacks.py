@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opacus.layers import DPGRU, DPLSTM, DPRNN
-from tests import oracle
-from tests.engine.test_lone_sample import C, no_gradient, private, prove, vectors
-from tests.problems import build
+from tests.helpers import oracle
+from tests.helpers.lone_sample import C, no_gradient, private, prove, vectors
+from tests.helpers.problems import build
 
 MODES = pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,60 +16,13 @@ from opacus.core.kernels.loss import head as head_kernels
 from opacus.core.record import head_loss
 from opacus.core.sums.planner import Planner
 from opacus.losses import causal_lm_loss
-from tests import oracle
-
-B, T, V, D = 4, 6, 37, 8
-LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
-PART = 120  # elements at once: 5 rows of the vocabulary of 37
+from tests.helpers import oracle
+from tests.helpers.without_logits import PART, B, D, Net, V, batch, outside, with_logits
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_kernels, "PART_ELEMENTS", PART)
-
-
-class Net(nn.Module):
-    """Computes its losses itself if it is given labels."""
-
-    def __init__(self, tied: bool = False, bias: bool = True) -> None:
-        super().__init__()
-        self.table = nn.Embedding(V, D)
-        self.mlp = nn.Sequential(nn.Linear(D, D), nn.Tanh())
-        self.head = nn.Linear(D, V, bias=bias)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        hidden: Tensor = x + self.mlp(x)
-        return hidden
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        hidden = self.hidden(tokens)
-        if labels is None:
-            return hidden
-        return causal_lm_loss(hidden, self.head, labels, reduction="none", **LOSS)
-
-
-def with_logits(model: nn.Module, batch: Any) -> Tensor:
-    """``[B]``, plain PyTorch."""
-    tokens, labels = batch
-    logits, targets = model.head(model.hidden(tokens))[:, :-1], labels[:, 1:]
-    flat = logits.reshape(-1, V)
-    losses = F.cross_entropy(
-        flat, targets.reshape(-1), reduction="none", label_smoothing=LOSS["label_smoothing"]
-    ).view(targets.shape)
-    losses = losses + LOSS["z_loss"] * logits.logsumexp(-1).square().masked_fill(targets < 0, 0.0)
-    return losses.sum(1) / (targets != -100).sum(1).clamp(min=1)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(3)
-    tokens = torch.randint(V, (B, T))
-    labels = tokens.clone()
-    labels[0, 2:4] = -100
-    labels[1] = -100  # an example without anything to learn
-    return tokens, labels
 
 
 def private(
@@ -88,10 +40,6 @@ def private(
         **how,
     )
     return out[0], out[1], out[2]
-
-
-def outside(hidden: Tensor, head: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
-    return causal_lm_loss(hidden, head, labels, reduction=reduction, **LOSS)
 
 
 def run(model: Any, mode: str, clip: float, inside: bool, data: Any, **how: Any) -> Any:

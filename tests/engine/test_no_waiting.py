@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core.kernels.norms import reference
-from opacus.core.sums import one_pass, strategy
+from opacus.core.privacy import clipping
+from opacus.core.sums import strategy
 from opacus.optimizers import utils
 from tests.core.rules.dispatched import Dispatched
-from tests.distributed_utils import run_distributed
-from tests.problems import SequenceLoss
+from tests.helpers.distributed import run_distributed
+from tests.helpers.problems import SequenceLoss
 
 B, T, WORDS = 4, 6, 11
 MODES = [
@@ -113,7 +114,7 @@ def waits_of(step: Callable[[], None]) -> list[str]:
 
 
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (strategy, one_pass, utils):
+    for module in (clipping, utils):
         monkeypatch.setattr(module, "excluded_or_none", lambda excluded: excluded)
     # There the device itself decides on a replay that differs, and on norms to be mended.
     monkeypatch.setattr(strategy.TwoPass, "_compared", lambda self: (self._seen.differs(), None)[1])

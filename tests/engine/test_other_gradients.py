@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from tests.engine.test_what_a_step_releases import batch, build, check, private, want
+from tests.helpers.releases import batch, build, check, private, want
 
 GHOST = ["ghost", "ghost_bk", "flash_bk"]
 MODES = ["hooks", *GHOST]

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opacus.grad_sample import GradSampleModule
 from opacus.layers import DPLSTM
-from tests import oracle
-from tests.engine.test_batch_dimension import CLIP, private, step
+from tests.helpers import oracle
+from tests.helpers.batch_dimension import CLIP, private, step
 
 B, T, D = 4, 6, 5
 ROWS = ["hooks", "functorch", "ew", "ghost", "ghost-deferred", "ghost_bk"]

@@ -18,8 +18,8 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 )
 from opacus.schedulers import ExponentialGradClip
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
-from tests.engine.test_modes_match_oracle import assert_close, trainable
-from tests.problems import PROBLEMS, build, per_sample
+from tests.helpers.modes import assert_close, trainable
+from tests.helpers.problems import PROBLEMS, build, per_sample
 
 B, C = 8, 0.5
 

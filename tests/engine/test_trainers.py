@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus import PrivacyEngine
-from tests.engine.test_modes_match_oracle import B, assert_close, oracle, private, trainable
-from tests.problems import PROBLEMS, SequenceLoss, build, criterion
+from tests.helpers.modes import B, assert_close, oracle, private, trainable
+from tests.helpers.problems import PROBLEMS, SequenceLoss, build, criterion
 
 VOCABULARY, LENGTH, SAMPLES = 17, 6, 12
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests.engine.test_modes_match_oracle import B, assert_close, oracle, private, trainable
-from tests.problems import PROBLEMS, build
+from tests.helpers.modes import B, assert_close, oracle, private, trainable
+from tests.helpers.problems import PROBLEMS, build
 
 
 def gradients(run: tuple[Any, Any, Any], clear: str, model: nn.Module) -> list[torch.Tensor]:

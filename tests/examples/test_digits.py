@@ -79,3 +79,12 @@ def test_it_is_refused(capsys, options, says):
         script.main(options.split())
     assert stop.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_users_of_several_images():
+    import users_digits
+
+    outcomes = users_digits.main(["--seed", "0", "--epochs", "1"])
+    assert set(outcomes) == set(users_digits.UNITS)
+    assert all(7.8 < outcome.epsilon <= 8.0 for outcome in outcomes.values())
+    assert 0.0 < outcomes["user"].accuracy < 1.0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
 from tests.integrations.tiny import VOCABULARY
-from tests.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
 
 transformers = pytest.importorskip("transformers")
 

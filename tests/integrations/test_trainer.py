@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.integrations import oracle
+from tests.integrations.steps import FIXED, HUGE, check_steps, differ
 from tests.integrations.tiny import Texts, arguments, bert, collate, llama, weights
 
 transformers = pytest.importorskip("transformers")
@@ -22,9 +23,7 @@ from opacus.optimizers import JointOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
-HUGE = {"noise_multiplier": 0.0, "clipping_norm": 1e6, "poisson_sampling": False}
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-FIXED = {"train_sampling_strategy": "sequential", "max_steps": 3}
 
 
 class Watched(DPTrainer):
@@ -47,11 +46,6 @@ def trained(
     )  # fmt: skip
     trainer.train()
     return trainer
-
-
-def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a)
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ghost_bk"])
@@ -115,22 +109,6 @@ def test_heads_of_bert(tmp_path: Path, head: str, smoothing: float) -> None:
     )
     assert differ(weights(plain.model), weights(bert(head, num_labels=labels))) > 1e-3
     assert differ(weights(plain.model), weights(ours.model)) < 2e-6
-
-
-def check_steps(
-    trainer: Any, model: Any, clipping_norm: float, loss: Any = oracle.next_tokens, lr: float = 0.5
-) -> list[float]:
-    """Each step against the oracle; returns all norms."""
-    every: list[float] = []
-    after = [w for _, w in trainer.seen[1:]] + [weights(trainer.model)]
-    for (batch, before), then in zip(trainer.seen, after, strict=True):
-        model.load_state_dict(before, strict=False)
-        want, norms = oracle.clipped_sum(model, oracle.rows_of(batch), clipping_norm, loss)
-        every += norms
-        for name, total in want.items():
-            moved = (before[name] - then[name]).double() / lr * trainer.expected_batch_size
-            torch.testing.assert_close(moved, total, rtol=1e-4, atol=3e-6)
-    return every
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks"])

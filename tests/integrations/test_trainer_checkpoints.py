@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.test_trainer import HUGE, differ
+from tests.integrations.steps import HUGE, differ
 from tests.integrations.tiny import Texts, arguments, collate, llama, weights
 
 transformers = pytest.importorskip("transformers")

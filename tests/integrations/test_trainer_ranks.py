@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.integrations import oracle
+from tests.integrations.on_ranks import WAYS, become_rank, whole
 from tests.integrations.tiny import Texts, arguments, collate, llama, weights
 
 pytest.importorskip("transformers")
 
 CLIPPING_NORM, STEPS, LR = 0.3, 5, 0.5
-WAYS = {"ddp": {}, "wrapped": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
-
-
-def become_rank(rank: int, world_size: int) -> None:
-    """What torchrun sets; the process group is there already."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599",
-    }  # fmt: skip
-
-
-def whole(model: Any) -> dict[str, torch.Tensor]:
-    """Unsharded parameters."""
-    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
-    return {n: p.detach().clone() for n, p in full.items()}
 
 
 def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.privacy.key import RunKey
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
-from tests.integrations.test_peft import MODES, TokenLoss, logits, private, texts
+from tests.helpers.adapters import MODES, TokenLoss, logits, private, texts
+from tests.helpers.oracle import trainable
 from tests.integrations.tiny import llama
-from tests.oracle import trainable
 
 peft = pytest.importorskip("peft")
 
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 
 # What was tried: the test, or why there is none. Names are files of tests/ and functions in them.
 ROWS: dict[str, str] = {
-    "a model's own loss, padded, in hooks": "engine/test_isolation.py::test_a_loss_inside_the_model",
+    "a model's own loss, padded, in hooks": "core/isolation/test_isolation.py::test_a_loss_inside_the_model",
     "Trainer saves and resumes": "integrations/test_trainer_checkpoints.py::test_killed_and_resumed",
     "Trainer's seed": (
         "integrations/test_trainer.py::test_the_trainers_seed_says_nothing_of_noise_and_draws"

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.integrations import oracle
-from tests.integrations.test_trainer import FIXED, HUGE, check_steps, differ
-from tests.integrations.tiny import VOCABULARY, arguments, llama, weights
+from tests.integrations.steps import FIXED, HUGE, check_steps, differ
+from tests.integrations.texts import (
+    datasets,
+    pair_loss,
+    pairs_of,
+    preferences,
+    texts,
+    tokenizer,
+    words,
+)
+from tests.integrations.tiny import arguments, llama, weights
 
 trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 
 from opacus.integrations.transformers import DPArguments, DPDPOTrainer, DPSFTTrainer  # noqa: E402
 from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
@@ -24,47 +31,11 @@ from opacus.integrations.transformers.batches import LogicalBatch  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
 
-def tokenizer() -> Any:
-    """Words w1, w2, ... with a beginning, an end and padding."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    raw = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-
-
-def words(count: int, draw: torch.Generator) -> str:
-    return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCABULARY, (count,), generator=draw))
-
-
-def texts(count: int = 12, lengths: tuple[int, ...] = (5,)) -> Any:
-    draw = torch.Generator().manual_seed(3)
-    return datasets.Dataset.from_list(
-        [{"text": words(lengths[i % len(lengths)], draw)} for i in range(count)]
-    )
-
-
 def completions(count: int = 12) -> Any:
     draw = torch.Generator().manual_seed(4)
     return datasets.Dataset.from_list(
         [
             {"prompt": words(2 + i % 3, draw), "completion": " " + words(1 + i % 4, draw)}
-            for i in range(count)
-        ]
-    )
-
-
-def preferences(count: int = 12) -> Any:
-    draw = torch.Generator().manual_seed(5)
-    return datasets.Dataset.from_list(
-        [
-            {
-                "prompt": words(2 + i % 3, draw),
-                "chosen": " " + words(1 + i % 4, draw),
-                "rejected": " " + words(3, draw),
-            }
             for i in range(count)
         ]
     )
@@ -137,42 +108,6 @@ def test_another_trainer_of_trl_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match="per_sample_loss"):
         Rewards(llama(), privacy=DPArguments(noise_multiplier=1.0))
-
-
-def pair_loss(kind: str, reference: Any, beta: float = 0.1) -> Any:
-    """The published losses of one pair, from log-probabilities of unpadded answers."""
-
-    def logp(model: Any, ids: Tensor, mask: Tensor, attention: Tensor) -> tuple[Tensor, int]:
-        length = int(attention.sum())
-        ids, mask = ids[None, :length], mask[:length]
-        logits = model(input_ids=ids).logits[0, :-1]
-        own = F.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
-        return (own * mask[1:]).sum(), int(mask.sum())
-
-    def loss(model: Any, row: dict[str, Tensor]) -> Tensor:
-        scores, sizes = [], []
-        for i in range(2):
-            each = [row[k][i] for k in ("input_ids", "completion_mask", "attention_mask")]
-            value, size = logp(model, *each)
-            with torch.no_grad():
-                base, _ = logp(reference, *each)
-            scores.append(value - base)
-            sizes.append(size)
-        margin = scores[0] - scores[1]
-        if kind == "ipo":
-            return (scores[0] / sizes[0] - scores[1] / sizes[1] - 1 / (2 * beta)) ** 2
-        if kind == "hinge":
-            return torch.relu(1 - beta * margin)
-        return -F.logsigmoid(beta * margin)
-
-    return loss
-
-
-def pairs_of(batch: Any) -> list[dict[str, Tensor]]:
-    rows = []
-    for chunk, size in zip(batch.chunks, batch.sizes, strict=True):
-        rows += [{k: v[[i, size + i]] for k, v in chunk.items()} for i in range(size)]
-    return rows
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])

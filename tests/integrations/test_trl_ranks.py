@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed_utils import run_distributed
-from tests.integrations import oracle
-from tests.integrations.test_trainer_ranks import WAYS, become_rank, whole
+from tests.helpers.distributed import preload, run_distributed
+from tests.integrations import oracle, texts
+from tests.integrations.on_ranks import WAYS, become_rank, whole
 from tests.integrations.tiny import arguments, llama
 
 pytest.importorskip("trl")
+preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 
 LR, STEPS = 0.5, 3
 
 
 def against_the_oracle(rank: int, world_size: int, folder: str, way: str, kind: str) -> Any:
     become_rank(rank, world_size)
-    import tests.integrations.test_trl as one_process
     from opacus.integrations.transformers import DPArguments, DPDPOTrainer, DPSFTTrainer
 
     dpo = kind == "DPOConfig"
@@ -33,19 +33,19 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str, kind: 
             return super().training_step(model, inputs, *args)
 
     seen: list[Any] = []
-    data = one_process.preferences(14) if dpo else one_process.texts(14, (3, 8, 5))
+    data = texts.preferences(14) if dpo else texts.texts(14, (3, 8, 5))
     trainer = Watched(
         model=llama(),
         args=arguments(folder, kind, ddp_backend="gloo", max_steps=STEPS, eval_strategy="steps",
                        eval_steps=3, per_device_train_batch_size=2, gradient_checkpointing=False,
                        **WAYS[way]),
         train_dataset=data, eval_dataset=data.select(range(6)),
-        processing_class=one_process.tokenizer(), **({"ref_model": llama()} if dpo else {}),
+        processing_class=texts.tokenizer(), **({"ref_model": llama()} if dpo else {}),
         privacy=DPArguments(noise_multiplier=0.0, clipping_norm=norm),
     )  # fmt: skip
     trainer.train()
-    loss = one_process.pair_loss("sigmoid", llama().double()) if dpo else oracle.next_tokens
-    examples = one_process.pairs_of if dpo else oracle.rows_of
+    loss = texts.pair_loss("sigmoid", llama().double()) if dpo else oracle.next_tokens
+    examples = texts.pairs_of if dpo else oracle.rows_of
     after = [w for _, w in seen[1:]] + [whole(trainer.model)]
     model, norms, worst = llama(), [], 0.0
     for (batch, before), then in zip(seen, after, strict=True):

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tests.helpers.distributed import preload
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+# Seconds a rank, unless the server that ranks are forked from has imported them.
+preload("opacus.integrations.transformers.trainer", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, WIDTH, SAMPLES = 23, 16, 12
 

@@ -14,7 +14,7 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, SequenceBias
 from opacus.layers.linear import BatchFirstLinear
 from opacus.layers.rnn_cells import RNNLinear
-from tests.oracle import norms, per_sample_gradients, relative_error
+from tests.helpers.oracle import norms, per_sample_gradients, relative_error
 
 B, T, D, H = 4, 5, 3, 4
 RECURRENT = {

@@ -1,4 +1,4 @@
-"""Runs a script of memory_test as a user would."""
+"""Runs a script of memory_test: as a user would, or without waiting for an interpreter to start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.helpers.distributed import preload
+from tests.helpers.scripts import run_script
+
+preload("transformers.models.llama.modeling_llama", "torch.utils.tensorboard", "matplotlib.pyplot")
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_TEST = ROOT / "memory_test"
@@ -17,14 +22,29 @@ STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 def run(script: Path, *arguments: object, timeout: float = 120, **env: str):
     """The finished process, with its output as text."""
     command = [str(script)] if script.suffix == ".sh" else [sys.executable, str(script)]
-    variables = {k: v for k, v in os.environ.items() if k not in STARTED}
-    variables |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **env}
     return subprocess.run(
         [*command, *map(str, arguments)],
         cwd=script.parent,
-        env=variables,
+        env=variables(env),
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+def forked(script: Path, *arguments: object, ranks: int = 0, timeout: float = 120, **env: str):
+    """The same in a forked process; with `ranks`, in those that the script would have started."""
+    return run_script(
+        script,
+        *arguments,
+        folder=script.parent,
+        ranks=ranks,
+        timeout=timeout,
+        env=variables(env),
+    )
+
+
+def variables(more: dict[str, str]) -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if k not in STARTED}
+    return own | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}

@@ -9,7 +9,7 @@ import pytest
 
 from memory_test.common.phases import PHASES
 from memory_test.common.results import check_result
-from tests.memory_test.scripts import FLASH, PROFILING, run
+from tests.memory_test.scripts import FLASH, PROFILING, forked, run
 
 SINGLE = PROFILING / "single_experiment.py"
 ALL = PROFILING / "run_all_experiments.sh"
@@ -104,7 +104,7 @@ def test_a_finished_series_runs_nothing(tmp_path):
 
 
 def test_deferred_norms_are_correct():
-    done = run(DEFERRED, "--mode", "correctness", "--device", "cpu")
+    done = forked(DEFERRED, "--mode", "correctness", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("✓ CORRECTNESS TEST PASSED!")
     assert "ghost_fsdp: same numbers" in done.stdout
@@ -125,12 +125,12 @@ def test_performance_passes_only_within_its_limits(tmp_path):
         16,
     )
     output = tmp_path / "performance.json"
-    done = run(DEFERRED, *short, "--slower", 10, "--output", output)
+    done = forked(DEFERRED, *short, "--slower", 10, "--output", output, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✓ PERFORMANCE TEST PASSED!" in done.stdout
     assert json.loads(output.read_text())["passed"]
 
-    failed = run(DEFERRED, *short, "--min-speedup", 1000)
+    failed = forked(DEFERRED, *short, "--min-speedup", 1000, ranks=2)
     assert failed.returncode == 1
     assert "PASSED" not in failed.stdout and "✗ PERFORMANCE TEST FAILED" in failed.stdout
 
@@ -139,7 +139,7 @@ def test_performance_passes_only_within_its_limits(tmp_path):
 def test_one_process_agrees_with_two(tmp_path):
     short = ("--device", "cpu", "--steps", 2, "--deferred", 1, "--grad-sample-mode", "ghost_fsdp")
     script = FLASH / "test_accuracy_comparison.py"
-    done = run(script, *short, "--output-dir", tmp_path)
+    done = forked(script, *short, "--output-dir", tmp_path, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✓ ACCURACY TEST PASSED!" in done.stdout
     for name in ("report.md", "accuracy.json", "accuracy.png"):
@@ -147,7 +147,7 @@ def test_one_process_agrees_with_two(tmp_path):
     rows = json.loads((tmp_path / "accuracy.json").read_text())["rows"]
     assert rows[0]["inflation"] > 1.2  # what summing over ranks would do is shown
 
-    failed = run(
+    failed = run(  # which starts the processes itself
         script, *short, "--layouts", "sharded", "--norm-error", 0, "--output-dir", tmp_path
     )
     assert failed.returncode == 1 and "PASSED" not in failed.stdout
@@ -156,8 +156,11 @@ def test_one_process_agrees_with_two(tmp_path):
 def test_the_norm_benchmark_checks_what_it_times(tmp_path):
     output = tmp_path / "norms.json"
     options = ("--model-name", "tiny", "--seq-length", 8, "--batch-size", 2, "--num-iter", 2)
-    done = run(
-        FLASH / "benchmark_norm_parallel.py", *options, "--device", "cpu", "--output", output
+    done = forked(
+        FLASH / "benchmark_norm_parallel.py",
+        *options,
+        *("--device", "cpu", "--output", output),
+        ranks=2,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())["rows"]

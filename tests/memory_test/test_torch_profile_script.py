@@ -15,7 +15,7 @@ import torch
 
 from memory_test.torch_profile import check_traces, profiling_script, recording
 from memory_test.torch_profile.traces import find_traces
-from tests.memory_test.scripts import MEMORY_TEST, run
+from tests.memory_test.scripts import MEMORY_TEST, forked, run
 
 FOLDER = MEMORY_TEST / "torch_profile"
 SCRIPT = FOLDER / "profiling_script.py"
@@ -30,7 +30,7 @@ TRAINERS = ("StandardTrainer", "DPSGDTrainer", "DPGhostClippingTrainer")
 def series(tmp_path_factory):
     """All trainers at one small size; one of them runs out of memory."""
     folder = tmp_path_factory.mktemp("series") / "runs"
-    done = run(
+    done = forked(
         SCRIPT,
         *("--mode=test", *SMALL, "--output-dir", folder),
         MEMORY_TEST_PLANT="oom:DPSGDTrainer",
@@ -101,7 +101,7 @@ def test_without_a_gpu_the_profile_runs_on_the_cpu(series):
     """... into the folder of the series: a run that succeeds clears its failure."""
     folder, _ = series
     arguments = ("--mode=profile", "--trainers", "DPSGDTrainer", *SMALL, "--output-dir", folder)
-    done = run(SCRIPT, *arguments)
+    done = forked(SCRIPT, *arguments)
     assert done.returncode == 0, done.stderr
     assert "CUDA is not available" in done.stdout
     place = folder / "DPSGDTrainer_B2_T16"
@@ -113,7 +113,7 @@ def test_without_a_gpu_the_profile_runs_on_the_cpu(series):
 
 def test_traces_are_checked(series):
     folder, _ = series
-    done = run(CHECK, folder)
+    done = forked(CHECK, folder)
     assert done.returncode == 0 and "traces PASSED" in done.stdout
     assert check_traces.main([str(folder), "--gpu"]) == 1  # there are no kernels
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests import problems
+from tests.helpers import problems
 
 
 class Text(nn.Module):
@@ -31,7 +31,7 @@ class Text(nn.Module):
 
 SAMPLES, BATCH, STEPS = 24, 8, 4
 CLIP = 0.3  # below the norm of every sample's gradient
-# The language models of tests/problems.py have one table for all samples, which Opacus refuses.
+# The language models of tests/helpers/problems.py have one table for all samples, which Opacus refuses.
 PROBLEMS = {
     **{name: problems.PROBLEMS[name] for name in ("mlp", "frozen", "channels", "own_parameters")},
     **{

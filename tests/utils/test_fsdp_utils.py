@@ -14,7 +14,7 @@ from opacus.core.platform.sharded import is_fsdp
 from opacus.layers import DPLSTM
 from opacus.layers.dp_rnn import RNNLinear
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import run_distributed
+from tests.helpers.distributed import run_distributed
 
 C = 0.3
 

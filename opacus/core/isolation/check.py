@@ -173,7 +173,7 @@ class Isolation:
         if not self.on or recorder.probed or recorder.in_backward or not tapped:
             return
         inputs = (args, kwargs)
-        units = number_of_units(inputs, recorder.latest_batch, self.batch_first)
+        units = number_of_units(inputs, recorder.passes.latest_batch, self.batch_first)
         if units is None or (units == 0 and self.ranks is None):
             return
         key = structure(inputs, units, sizes=self.ranks is None, training=module.training)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from opacus.core.isolation.undisturbed import undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.privacy.parameter_hooks import has_hooks
-from opacus.core.record.aside import aside, others, passing_back
+from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
@@ -161,8 +161,8 @@ class Probe:
 
         with aside(recorder, sink):
             tensors, grads = runs.start(places)
-            self._order = recorder.uses
-            with passing_back(recorder):
+            self._order = recorder.passes.uses
+            with recorder.backward():
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -30,7 +31,8 @@ class Watch:
         rows: Where these have their units.
         key: The structure of the batch.
         shared: Whether the gradient of a scalar output is that of a mean, over units.
-        notice: Told of a loss that is a mean over more than samples.
+        notice: A method, told of a loss that is a mean over more than samples; held weakly, as
+            the output may outlive the model.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Watch:
         self.divided = True  # whether all of these outputs are made of units
         self.contexts = _autocast_states()
         self._versions = [] if small else [(t, t._version) for t in tensors]
-        self._notice = notice
+        self._notice = (lambda: None) if notice is None else weakref.WeakMethod(notice)
 
     def gate(self, output: Any) -> Any:
         """``output`` of the model, whose gradient will be noted."""
@@ -70,9 +72,10 @@ class Watch:
         if place in self.received:
             return
         self.received.add(place)
-        said = batch_mean(grad, _GATES) if self._notice is not None else None
-        if self._notice is not None and said is not None:
-            self._notice(said)
+        notice = self._notice()
+        said = None if notice is None else batch_mean(grad, _GATES)
+        if notice is not None and said is not None:
+            notice(said)
         units = self.rows.units
         if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
             self.scalars[place] = grad.detach().reshape(())

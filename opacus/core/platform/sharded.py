@@ -43,6 +43,11 @@ def locals_of(tensors: Iterable[Any]) -> list[Any]:
     return [local_of(tensor) for tensor in tensors]
 
 
+def compute_devices(tensors: Iterable[Any]) -> list[torch.device]:
+    """:func:`compute_device` of each."""
+    return [compute_device(tensor) for tensor in tensors]
+
+
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
     """Whether ``fully_shard`` was applied to a module."""
     return is_fsdp_class(type(module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,22 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
                 skip(function.__code__)
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable``, which imports the compiler, when there is one."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 # Hooks that are off for a while: of which module's, the number of the hook, the hook.

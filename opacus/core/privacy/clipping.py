@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,9 +15,30 @@ from torch import Tensor
 EPSILON = 1e-6
 
 
+class Factors(ABC):
+    """What a clip rule decided for one batch, whichever rule it was.
+
+    Attributes:
+        excluded: ``[B]`` bool, samples whose norm is not finite.
+        shared: ``[B]`` factors of all parameters alike; ``None`` if each has its own.
+    """
+
+    excluded: Tensor
+    shared: Tensor | None = None
+
+    @abstractmethod
+    def of(self, owner: str) -> Tensor:
+        """``[B]`` factors of one parameter of the model, by its name."""
+
+    @cached_property
+    def masked(self) -> Tensor | None:
+        """:attr:`excluded`, or ``None`` if the host knows that there are none."""
+        return excluded_or_none(self.excluded)
+
+
 @dataclass(frozen=True)
-class Clipped:
-    """What a clip rule decided for one batch.
+class Clipped(Factors):
+    """Factors of flat clipping: each sample has one.
 
     Attributes:
         factors: ``[B]``, fp32 or fp64; ``factors[i] * ||g_i|| <= C``, and 0 for
@@ -25,6 +48,33 @@ class Clipped:
 
     factors: Tensor
     excluded: Tensor
+
+    def of(self, owner: str) -> Tensor:
+        """See :class:`Factors`."""
+        return self.factors
+
+    @property
+    def shared(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Factors`."""
+        return self.factors
+
+
+@dataclass(frozen=True)
+class ClippedEach(Factors):
+    """Factors of per-layer clipping.
+
+    Attributes:
+        by_name: Parameter name -> ``[B]`` factors; those of others, which took no part, are 0.
+        excluded: ``[B]`` bool, samples with any norm that is not finite.
+    """
+
+    by_name: Mapping[str, Tensor]
+    excluded: Tensor
+
+    def of(self, owner: str) -> Tensor:
+        """See :class:`Factors`."""
+        known = self.by_name.get(owner)
+        return torch.zeros_like(self.excluded, dtype=torch.float32) if known is None else known
 
 
 def clip_flat(norms: Tensor, max_grad_norm: float) -> Clipped:
@@ -53,23 +103,19 @@ def excluded_or_none(excluded: Tensor) -> Tensor | None:
     return None if excluded.device.type == "cpu" and not bool(excluded.any()) else excluded
 
 
-def clip_each(
-    norms: Mapping[str, Tensor], limits: Mapping[str, float]
-) -> tuple[dict[str, Tensor], Tensor]:
+def clip_each(norms: Mapping[str, Tensor], limits: Mapping[str, float]) -> ClippedEach:
     """Factors of per-layer clipping (McMahan et al., arXiv:1710.06963).
 
     Args:
         norms: Parameter name -> ``[B]`` norms of its per-sample gradients.
         limits: Parameter name -> its clipping norm C_p.
 
-    Returns:
-        Parameter name -> ``[B]`` factors, and the excluded samples ``[B]``: a sample
-        with any norm that is not finite contributes to no parameter.
+    A sample with any norm that is not finite contributes to no parameter.
 
     Guarantee: the sum changes by at most ``sqrt(sum_p C_p^2)`` in L2 norm when one
     sample is removed.
     """
     clipped = {name: clip_flat(value, limits[name]) for name, value in norms.items()}
     excluded = torch.stack([c.excluded for c in clipped.values()]).any(0)
-    factors = {n: c.factors.masked_fill(excluded, 0.0) for n, c in clipped.items()}
-    return factors, excluded
+    by_name = {n: c.factors.masked_fill(excluded, 0.0) for n, c in clipped.items()}
+    return ClippedEach(by_name, excluded)

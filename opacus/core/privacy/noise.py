@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
-from opacus.core.kernels.sums.weighted_sum import consecutive
-from opacus.core.platform.sharded import compute_device, locals_of
+from opacus.core.platform.sharded import compute_devices, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
-# Elements whose noise is added by one call.
-PIECE_ELEMENTS = 1 << 26
 # What wrappers put before a parameter's name.
 _WRAPPERS = ("_module.", "module.", "_orig_mod.")
 _INNER_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -73,12 +69,13 @@ def add_noise(
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     own, places = locals_of(sources), locals_of(targets)
-    for source, local, place, keys in zip(sources, own, places, streams, strict=True):
-        device = compute_device(source)
+    devices = compute_devices(sources)
+    todo = zip(sources, own, places, streams, devices, strict=True)
+    for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all
             moved = local.to(device)
             result = torch.empty_like(moved, dtype=place.dtype)
-            _add(std, _draws(source, moved, result, keys), step, secure, past)
+            add_gaussian(std, _draws(source, moved, result, keys), step, secure, past)
             place.copy_(result)
             continue
         if not place.is_contiguous():
@@ -86,20 +83,10 @@ def add_noise(
                 (place, place := torch.empty_like(place, memory_format=torch.contiguous_format))
             )
         draws += _draws(source, local, place, keys)
-    _add(std, draws, step, secure, past)
+    if draws:
+        add_gaussian(std, draws, step, secure, past)
     for place, result in back:
         place.copy_(result)
-
-
-def _add(
-    std: float,
-    draws: Iterable[Draw],
-    step: int,
-    secure: bool,
-    past: Sequence[tuple[float, int]],
-) -> None:
-    for piece in consecutive(draws, attrgetter("region.size"), PIECE_ELEMENTS):
-        add_gaussian(std, piece, step, secure, past)
 
 
 def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[bytes]) -> list[Draw]:

@@ -29,9 +29,14 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
-from opacus.core.privacy.noise import PIECE_ELEMENTS, add_noise
+from opacus.core.privacy.noise import add_noise
+
+# A sum, the dtype of a new tensor for it with noise (None: it is overwritten), its parameter's
+# name, and the elements of that new tensor on this rank.
+Job = tuple[Tensor, torch.dtype | None, str, int]
 
 
 class Single:
@@ -125,21 +130,22 @@ class Single:
         self.key.advance(NOISE)
         due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
-        sizes = [own.numel() for own in locals_of(sums)]
-        jobs = list(zip(sums, dtypes, names, sizes, strict=True))
-        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, in_place, step, past))
+        jobs = []
+        for total, own, dtype, name in zip(sums, locals_of(sums), dtypes, names, strict=True):
+            stays = in_place and total.dtype == dtype
+            jobs.append((total, None if stays else dtype, name, 0 if stays else own.numel()))
+        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, step, past))
 
     def _pieces(
         self,
         std: float,
-        jobs: list[tuple[Tensor, torch.dtype, str, int]],
-        in_place: bool,
+        jobs: list[Job],
         step: int,
         past: list[tuple[float, int]],
     ) -> Iterator[list[Tensor]]:
-        for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
+        for piece in consecutive(jobs, itemgetter(3), NOISE_ELEMENTS):
             todo = [
-                (total, total if in_place and total.dtype == dtype else _like(total, dtype), name)
+                (total, total if dtype is None else _like(total, dtype), name)
                 for total, dtype, name, _ in piece
             ]
             if std:

@@ -78,7 +78,9 @@ class Meetings:
     def _ended(self, key: str, wait: float) -> bytes | None:
         """How the meeting ended, ``None`` if it did not."""
         deadline = time.monotonic() + wait
-        for pause in itertools.chain((0.0, 0.001, 0.005), itertools.repeat(0.02)):
+        for pause in itertools.chain(
+            [0.0] * 4, [0.0005] * 20, [0.002] * 20, itertools.repeat(0.02)
+        ):
             if self._store.check([f"{key}/end"]):
                 end: bytes = self._store.get(f"{key}/end")
                 return end
@@ -117,7 +119,12 @@ class Meetings:
 
 def ranks_with(model: nn.Module) -> list[int]:
     """The ranks on the widest mesh that a parameter of the model lies on, or all ranks."""
-    meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
+    return ranks_of(model.parameters())
+
+
+def ranks_of(parameters: Iterable[Any]) -> list[int]:
+    """The ranks on the widest mesh that one of these parameters lies on, or all ranks."""
+    meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:
         return list(range(dist.get_world_size()))
     return max(meshes, key=lambda mesh: mesh.ndim).mesh.flatten().tolist()  # type: ignore[no-any-return]

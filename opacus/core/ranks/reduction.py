@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import is_dtensor, local_of
+from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.one_pass import BUCKET_ELEMENTS, Terms
+from opacus.core.sums.terms import Terms, add_to_grad
 
-# Parameters up to this size (biases, norms) go into buckets of their own, at the end.
-SMALL_ELEMENTS = 1 << 16
 # Buckets whose reduction may run while the next one is filled.
 IN_FLIGHT = 2
 
@@ -89,7 +88,7 @@ class ShardedSink:
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
-        if self._shards_of(name).elements <= SMALL_ELEMENTS:
+        if self._shards_of(name).elements <= LAST_BUCKET_ELEMENTS:
             self._small[name] = terms  # together, after the others
         else:
             self._take(name, terms)
@@ -116,7 +115,7 @@ class ShardedSink:
             self._land(self._flying.pop(0))
 
     def abandon(self) -> None:
-        """See :class:`~opacus.core.sums.one_pass.GradientSink`."""
+        """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
 
     def _launch(self) -> None:
@@ -197,7 +196,7 @@ def add_shard(parameter: Any, values: Tensor) -> None:
     size = local.numel()
     own = (values if values.numel() == size else values[:size]).view(local.shape)
     grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)
-    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    add_to_grad(parameter, grad)
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from opacus.core.record.hooks import LayerHooks
+from opacus.core.record.passes import Passes
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
@@ -14,27 +15,15 @@ from opacus.core.record.recorder import Recorder
 def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
     """Hand records to ``sink``; what is known of other passes is the same afterwards."""
     before = dict(recorder.__dict__)
-    fresh = recorder.whose.fresh()
-    recorder.__dict__.update(whose=fresh, named=None, lone=None, bare=False)
+    whose, passes = recorder.whose.fresh(), Passes(recorder.passes.dim)
+    recorder.__dict__.update(whose=whose, passes=passes, lone=None, bare=False)
     recorder.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
-    recorder.forget()
     try:
         yield
     finally:
-        for hooks in recorder._hooks:
-            hooks.put_back()
+        recorder.put_back()
         recorder.whose.end()
         recorder.__dict__.update(before)
-
-
-@contextmanager
-def passing_back(recorder: Recorder) -> Iterator[None]:
-    """A backward pass of ours: layers that run in it are computed again."""
-    before, recorder.in_backward = recorder.in_backward, True
-    try:
-        yield
-    finally:
-        recorder.in_backward = before
 
 
 def others(recorder: Recorder) -> list[Recorder]:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from opacus.core.platform.switches import switched_on
-from opacus.core.record.tap import ANCHOR, Use
+from opacus.core.record.record import Use
+from opacus.core.record.tap import ANCHOR
 
 VARIABLE = "OPACUS_COMPILED_TAPS"
 

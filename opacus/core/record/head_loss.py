@@ -12,16 +12,19 @@ from torch.autograd.function import once_differentiable
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, sweep, token_losses
 from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.record.layers import Layer
-from opacus.core.record.tap import ANCHOR, Tap, Use
+from opacus.core.record.record import Use
+from opacus.core.record.tap import ANCHOR, Tap
 from opacus.core.rules.head_loss import HeadLossRule, HiddenGradient, as_activations
 from opacus.core.rules.spec import LayerSpec, layer_kind
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 
-_NOTE = "_opacus_head_loss"  # on the output of a head that has computed its loss
+# Attribute of the output of a head that has computed its loss: the HeadUse.
+HEAD_USE = "_opacus_head_loss"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def losses_of_head(
     hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions
 ) -> Tensor:
@@ -67,7 +70,7 @@ def head_losses(hidden: Tensor, head: nn.Module, targets: Tensor, options: LossO
     gradient, targets = HiddenGradient(), targets.to(hidden.device)
     losses, lse = _HeadLoss.apply(hidden, weight, bias, targets, options, gradient)
     own = Head(hidden, weight.detach(), None if bias is None else bias.detach(), targets, lse)
-    setattr(losses, _NOTE, HeadUse(own, HeadLossRule(options, gradient)))
+    setattr(losses, HEAD_USE, HeadUse(own, HeadLossRule(options, gradient)))
     return losses  # type: ignore[no-any-return]
 
 
@@ -119,11 +122,6 @@ class HeadUse:
             )
         tapped: Tensor = Tap.apply(ANCHOR, use, 1, losses, *as_activations(self.head))[0]
         return tapped
-
-
-def head_use_of(output: Tensor) -> HeadUse | None:
-    """What a head has left on its output, if that is its loss."""
-    return getattr(output, _NOTE, None)
 
 
 class _HeadLoss(torch.autograd.Function):

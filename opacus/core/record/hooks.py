@@ -7,11 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
-from opacus.core.record.tap import Use
-from opacus.core.record.whole import is_alias
+from opacus.core.record.passes import Passes
+from opacus.core.record.reached import Reached
+from opacus.core.record.record import ForwardPass, Use
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -21,11 +22,15 @@ class Taps(Protocol):
 
     Attributes:
         taps_in_graphs: Whether compiled graphs contain taps.
+        passes: Which forward pass runs.
+        reached: Which forward pass a backward pass has come to.
         whose: Whose rows layers have; its check is told of a layer while it ``follows``.
     """
 
     taps_in_graphs: bool
     whose: WhoseRows
+    passes: Passes
+    reached: Reached
 
     def active(self, module: nn.Module) -> bool:
         """Whether the layer is tapped if it runs now."""
@@ -41,8 +46,21 @@ class Taps(Protocol):
     def note_rows(self, layer: Layer, output: Any) -> None:
         """The layer ran without a tap."""
 
-    def begin_compiled(self, layer: Layer, output: Tensor, names: tuple[str, ...]) -> Use:
-        """The layer, with these trainable parameters, has run in a compiled graph."""
+    def forward_pass(self) -> ForwardPass:
+        """The call of the model that runs."""
+
+    def batch_dim(self, layer: Layer, output_dims: int) -> int:
+        """Dimension of a layer's output that counts samples."""
+
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """The layer's backward has run."""
 
 
 class LayerHooks:
@@ -64,33 +82,19 @@ class LayerHooks:
         """Put detached parameters in the places of the trainable ones."""
         if not self.recorder.active(module):
             return
-        kept: dict[str, nn.Parameter] = {}
-        for name in self.layer.spec.params:
-            parameters, local = self.layer.place(name)
-            parameter = parameters.get(local)
-            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
-                kept[name] = parameter
-        self._swapped.append(kept)
-        for name, parameter in kept.items():
-            parameters, local = self.layer.place(name)
-            parameters[local] = parameter.detach()  # type: ignore[assignment]
+        self._swapped.append(self.layer.detach_parameters(module))
 
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""
         while self._swapped:
-            self._restore(self._swapped.pop())
-
-    def _restore(self, kept: dict[str, nn.Parameter]) -> None:
-        for name, parameter in kept.items():
-            parameters, local = self.layer.place(name)
-            parameters[local] = parameter
+            self.layer.put_back(self._swapped.pop(), self.layer.module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
         if self._swapped:
             kept = self._swapped.pop()
-            self._restore(kept)
+            self.layer.put_back(kept, module)
             if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
@@ -115,8 +119,32 @@ class LayerHooks:
         return tapped
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
-        """See :meth:`Taps.begin_compiled`."""
-        return self.recorder.begin_compiled(self.layer, output, names)
+        """The layer, with these trainable parameters, has run in a compiled graph.
+
+        Raises:
+            RuntimeError: A checkpoint runs it again, and for which call is not known.
+            ValueError: The output is one row for all samples.
+        """
+        taps, layer, spec = self.recorder, self.layer, self.layer.part(names)
+        recomputed = number_of_backward() >= 0
+        forward_pass = taps.reached.now(spec) if recomputed else taps.forward_pass()
+        batch, dims = forward_pass.batch, output.dim()
+        dim = taps.batch_dim(layer, dims)
+        rows_first = dims > 1 and dim == 0
+        if rows_first and output.shape[0] == 1 and batch not in (None, 0, 1):
+            raise ValueError(
+                f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
+                f"for each sample (expand its input), freeze it, or set {compiled_tap.ADVICE}"
+            )
+        use = Use(taps, layer, spec, forward_pass, dim)
+        if forward_pass.named is not None:
+            use.units = forward_pass.named.of_layer(spec, None, output, dim)
+        if recomputed:
+            forward_pass.generation.recomputed.add(spec.name)
+        elif forward_pass is taps.passes.current:
+            taps.reached.note(forward_pass)
+        use.register(output.shape, counted=not recomputed)
+        return use
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_swapped": [], "key": None, "mark": None}

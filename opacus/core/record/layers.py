@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
@@ -21,6 +22,7 @@ class Layer:
     Names of parameters that it reads from parts of it have dots; see :mod:`.readers`.
 
     Attributes:
+        held: The module, which an output that is kept does not keep.
         owners: Local parameter name -> name of the parameter in the model; the
             same for all layers that share a parameter.
         shared: Whether another layer has one of these parameters too.
@@ -31,7 +33,7 @@ class Layer:
         unheld: Local names of parameters that the optimizer does not hold, which count as frozen.
     """
 
-    module: nn.Module
+    held: HeldModule
     spec: LayerSpec
     rule: LayerRule
     owners: Mapping[str, str]
@@ -41,6 +43,11 @@ class Layer:
     unheld: frozenset[str] = frozenset()
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
 
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.held()
+
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
         """The layer, and ``spec``, of records that hold the gradients of units themselves."""
         spec = given(spec)
@@ -48,13 +55,43 @@ class Layer:
 
     def place(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where a parameter is: the dict that holds it, and its key there."""
-        path, _, local = name.rpartition(".")
-        return (self.module.get_submodule(path) if path else self.module)._parameters, local
+        return place_in(self.module, name)
 
     def parameter(self, name: str) -> nn.Parameter | None:
         """The parameter of this local name, as it is now."""
         parameters, local = self.place(name)
         return parameters.get(local)
+
+    def parameters(self, names: Iterable[str]) -> list[nn.Parameter | None]:
+        """:meth:`parameter` of each name."""
+        module = self.module
+        places = [place_in(module, name) for name in names]
+        return [parameters.get(local) for parameters, local in places]
+
+    def detach_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Put detached tensors in the places of the trainable parameters; returns those."""
+        kept: dict[str, nn.Parameter] = {}
+        for name in self.spec.params:
+            parameters, local = place_in(module, name)
+            parameter = parameters.get(local)
+            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
+                kept[name] = parameter
+        for name, parameter in kept.items():
+            parameters, local = place_in(module, name)
+            parameters[local] = parameter.detach()  # type: ignore[assignment]
+        return kept
+
+    def put_back(self, kept: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+        """Undo :meth:`detach_parameters`."""
+        for name, parameter in kept.items():
+            parameters, local = place_in(module, name)
+            parameters[local] = parameter
+
+    def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
+        """The specs of those of ``params`` that are among ``names``, and of the others."""
+        own = tuple([name for name in params if name in names])
+        rest = tuple([name for name in params if name not in names])
+        return self.part(own), self.part(rest)
 
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""
@@ -70,11 +107,22 @@ class Layer:
     def trained_names(self) -> tuple[str, ...]:
         """Local names of the parameters that require gradients and that the optimizer holds."""
         names: list[str] = []
-        for name in self.spec.params:
-            parameter = self.parameter(name)
+        every = self.spec.params
+        for name, parameter in zip(every, self.parameters(every), strict=True):
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
+
+
+def place_in(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+    """See :meth:`Layer.place`."""
+    path, _, local = name.rpartition(".")
+    return (module.get_submodule(path) if path else module)._parameters, local
+
+
+def is_alias(parameter: Tensor) -> bool:
+    """Whether this stands for a parameter while a private model runs on a lone sample."""
+    return not parameter.is_leaf and getattr(parameter.grad_fn, "stands_for_parameters", False)
 
 
 def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_for) -> list[Layer]:
@@ -102,14 +150,18 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
-        batch_first = written.batch_leads or _own_layout(module, spec)
+        batch_first = written.batch_leads or _own_batch_first(module, spec)
         features = written.features(spec)
-        layers.append(Layer(module, spec, rule, owners, batch_first=batch_first, features=features))
+        layers.append(
+            Layer(
+                HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
+            )
+        )
     _mark_shared(layers)
     return layers
 
 
-def _own_layout(module: nn.Module, spec: LayerSpec) -> bool | None:
+def _own_batch_first(module: nn.Module, spec: LayerSpec) -> bool | None:
     """What a layer says of itself: whether its batch comes first."""
     own = spec.options.get("batch_first", getattr(module, "batch_first", None))
     return own if isinstance(own, bool) else None

@@ -91,6 +91,11 @@ class NamedUnits:
         return total / sizes.clamp(min=1)
 
 
+def gives_units(key: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model was called with the names of units; see :func:`take_units`."""
+    return key in kwargs or bool(args and isinstance(args[0], Mapping) and key in args[0])
+
+
 def take_units(key: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     """The arguments of the model without the names of units, and the names.
 

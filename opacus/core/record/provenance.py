@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward
-from opacus.core.record.record import Record
 from opacus.core.record.row_trail import SampleRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -249,27 +248,6 @@ def possible_batches(inputs: Any, dim: int) -> frozenset[int]:
     """
     args, kwargs = inputs
     return frozenset(n for value in (*args, *kwargs.values()) for n in _sizes(value, dim))
-
-
-def check_sizes(record: Record) -> None:
-    """Refuse a layer with rows that cannot be the samples that the model was given.
-
-    Raises:
-        ValueError: Names the layer, with both numbers: see :func:`possible_batches`.
-    """
-    sizes = record.forward_pass.sizes if record.forward_pass is not None else frozenset()
-    if not sizes or record.rows in sizes:
-        return
-    batch = " or ".join(str(n) for n in sorted(sizes))
-    raise ValueError(
-        f"{record.spec} saw {record.rows} rows in a batch of {batch} samples, as many as the "
-        "model's inputs have, so it would be clipped by row (token, position, half of a pair) "
-        "instead of by sample. Let its input have the batch in its first dimension: [batch, "
-        "length, ...] instead of [batch * length, ...], positions expanded to [batch, length], "
-        "pairs stacked in a new dimension instead of joined along the batch. If the model is "
-        "time-major, use batch_first=False. Or freeze the layer. Nothing of this batch was added "
-        "to the model"
-    )
 
 
 def _sizes(value: Any, dim: int) -> Iterator[int]:

@@ -1,19 +1,23 @@
-"""What a model's run leaves behind: forward passes, and a record of each use of a layer."""
+"""What a model's run leaves behind: forward passes, uses of layers, and a record of each use."""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
+from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
 
 
 class Waiting(Protocol):
@@ -87,6 +91,111 @@ class ForwardPass:
         self.rows[layer] = max(self.rows.get(layer, 0), rows)
 
 
+class Sink(Protocol):
+    """Takes what the backward pass brings to a tap."""
+
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """The inputs of a layer's use, and the gradients with respect to its outputs."""
+
+
+class Use:
+    """One use of a layer, from its forward until its graph is gone.
+
+    Args:
+        sink: Takes what the backward pass brings; held weakly, as the graph may outlive the model.
+        batch_dim: Dimension of inputs and outputs that counts samples.
+        inputs: The layer's inputs as leaves of ``in_tree``; both ``None`` for a layer
+            that was called with one tensor.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_in_tree",
+        "_inputs",
+        "_sink",
+        "batch_dim",
+        "forward_pass",
+        "layer",
+        "refusal",
+        "repeated",
+        "spec",
+        "units",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sink: Sink,
+        layer: Layer,
+        spec: LayerSpec,
+        forward_pass: ForwardPass,
+        batch_dim: int,
+        inputs: list[Any] | None = None,
+        in_tree: TreeSpec | None = None,
+    ) -> None:
+        self._sink = weakref.ref(sink)
+        self.batch_dim = batch_dim
+        self.layer = layer
+        self.spec = spec
+        self.units: Units | None = None  # of its rows, if they are not the units themselves
+        self.refusal: str | None = None  # what to say if its rows, nobody's, get a gradient
+        self.repeated = False  # whether one output was repeated for all samples
+        self.forward_pass = forward_pass
+        # Tensors are the tap's to save; only their places are remembered here.
+        self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
+        self._in_tree = in_tree
+
+    @property
+    def sink(self) -> Sink:
+        """Where the backward pass brings what it has.
+
+        Raises:
+            RuntimeError: The private model is gone.
+        """
+        sink = self._sink()
+        if sink is None:
+            raise RuntimeError(f"{self.spec}: the private model was deleted before backward()")
+        return sink
+
+    def register(self, output_shape: torch.Size, *, counted: bool) -> None:
+        """Note that the layer ran; a recomputation is not counted as another use."""
+        if not counted or self.refusal is not None:
+            return
+        name, generation = self.spec.name, self.forward_pass.generation
+        generation.uses[name] = generation.uses.get(name, 0) + 1
+        generation.waiting.add(self)
+        units, rows = self.units, rows_of(output_shape, self.batch_dim)
+        if units is not None and units.count > 1:
+            rows = units.count  # its record will be grouped by them
+        self.forward_pass.saw(name, rows)
+
+    def reached(self) -> bool:
+        """A backward pass has come here; whether the model was called several times for it."""
+        generation = self.forward_pass.generation
+        generation.waiting.discard(self)
+        generation.begun = True
+        return len(generation.calls) > 1
+
+    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments, with ``tensors`` in the places of the original ones."""
+        if self._in_tree is None:
+            return (tensors[0],), {}
+        fresh = iter(tensors)
+        leaves = [next(fresh) if i is _PLACE else i for i in self._inputs]
+        args, kwargs = tree_unflatten(leaves, self._in_tree)
+        return args, kwargs
+
+
+# Stands for a tensor among the arguments of a layer.
+_PLACE = object()
+
+
 @dataclass(eq=False)
 class Record:
     """What the backward pass revealed about one use of a layer.
@@ -99,6 +208,9 @@ class Record:
         rows: Largest number of rows the layer saw in this forward pass.
         reused: Whether the layer was used more than once in this generation.
         forward_pass: The call of the model that it belongs to.
+        batch: Number of samples in it.
+        device: Where its backprops are.
+        tensors: The tensors among activations and backprops.
     """
 
     layer: Layer
@@ -112,23 +224,27 @@ class Record:
     versions: list[int] | None = None  # of the tensors, since it was kept
     averaged: int | None = None  # number of rows that a mean of losses is of, if not `rows`
     borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
+    batch: int = field(init=False)
+    device: torch.device = field(init=False)
+    tensors: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
+        self.batch, self.device = first.shape[0], first.device
+        self._find_tensors()
+
+    def _find_tensors(self) -> None:
+        activations, backprops = self.activations, self.backprops
+        if type(activations) is tuple and isinstance(backprops, Tensor):
+            self.tensors = [*activations, backprops]
+        else:
+            leaves, _ = tree_flatten((activations, backprops))
+            self.tensors = [t for t in leaves if isinstance(t, Tensor)]
 
     @property
     def mean_of(self) -> int:
         """Number of losses that a mean loss divides by."""
         return self.rows if self.averaged is None else self.averaged
-
-    @cached_property
-    def batch(self) -> int:
-        """Number of samples in this record."""
-        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
-        return first.shape[0]  # type: ignore[no-any-return]
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where its backprops are."""
-        first = self.backprops if isinstance(self.backprops, Tensor) else self.backprops[0]
-        return first.device  # type: ignore[no-any-return]
 
     @property
     def recomputed(self) -> bool:
@@ -140,22 +256,19 @@ class Record:
         """Number of elements of activations and backprops."""
         return sum(t.numel() for t in self.tensors)
 
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among activations and backprops."""
-        activations, backprops = self.activations, self.backprops
-        if type(activations) is tuple and isinstance(backprops, Tensor):
-            return [*activations, backprops]
-        leaves, _ = tree_flatten((activations, backprops))
-        return [t for t in leaves if isinstance(t, Tensor)]
+    def without(self, spec: LayerSpec) -> Record:
+        """The same record for fewer parameters of the layer."""
+        other = copy.copy(self)
+        other.spec = spec
+        return other
 
     def hold(self) -> None:
         """The record is used after its delivery: copy what is borrowed."""
         if self.borrowed:
             held = (self.activations, self.backprops)
             self.activations, self.backprops = tree_map_only(Tensor, torch.clone, held)
-            self.__dict__.pop("tensors", None)  # those that were borrowed
             self.borrowed = False
+            self._find_tensors()
 
     def owned(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """``grads`` made from this record, none of which lies in memory that is borrowed."""
@@ -164,3 +277,64 @@ class Record:
         places = {t.untyped_storage().data_ptr() for t in self.tensors}
         borrowed = {n for n, g in grads.items() if g.untyped_storage().data_ptr() in places}
         return {n: g.clone() if n in borrowed else g for n, g in grads.items()}
+
+
+def record_of(
+    use: Use, tensors: Sequence[Tensor], grads: Sequence[Tensor], rows: int, *, borrowed: bool
+) -> Record:
+    """The record of a use of a layer in which row i is unit i.
+
+    Args:
+        use: Of the layer.
+        tensors: Its inputs.
+        grads: Gradients with respect to its outputs.
+        rows: Largest number of rows that the layer has had in this forward pass.
+        borrowed: See :class:`Record`.
+    """
+    forward_pass, layer, dim = use.forward_pass, use.layer, use.batch_dim
+    backprops = [to_front(g.detach(), dim) for g in grads]
+    inputs = [to_front(t.detach(), dim) for t in tensors]
+    if forward_pass.made_up:  # all rows are nobody's
+        backprops = [g[:0] for g in backprops]
+        inputs = [t[:0] if t.dim() else t for t in inputs]
+    first = backprops[0]
+    batch, dtype = first.shape[0], first.dtype
+    if layer.rule.needs_parameters:
+        activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
+    elif layer.rule.as_given:
+        activations = tuple(inputs)
+    else:
+        activations = tuple([prepared(t, dtype, batch) for t in inputs])
+    return Record(
+        layer=layer,
+        spec=use.spec,
+        activations=activations,
+        backprops=first if len(backprops) == 1 else tuple(backprops),
+        rows=0 if forward_pass.made_up else max(rows, batch),
+        reused=forward_pass.generation.uses.get(use.spec.name, 0) > 1,
+        generation=forward_pass.generation,
+        forward_pass=forward_pass,
+        borrowed=borrowed,
+    )
+
+
+def rows_of(shape: torch.Size, batch_dim: int) -> int:
+    """Number of rows of an output of this shape."""
+    if len(shape) > 1:
+        return shape[batch_dim]
+    return shape[0] if shape else 0
+
+
+def to_front(tensor: Tensor, batch_dim: int) -> Tensor:
+    """``tensor`` with the batch in dimension 0."""
+    return tensor.transpose(0, 1) if batch_dim == 1 and tensor.dim() > 1 else tensor
+
+
+def prepared(activation: Tensor, dtype: torch.dtype, batch: int) -> Tensor:
+    """A layer's input in the dtype of its output, with a row for each sample."""
+    # Autocast lets a layer's input and output differ in dtype.
+    if activation.is_floating_point() and activation.dtype != dtype:
+        activation = activation.to(dtype)
+    if activation.dim() > 1 and activation.shape[0] == 1 and batch != 1:
+        activation = activation.expand(batch, *activation.shape[1:])
+    return activation

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import Record
-from opacus.core.record.tap import Use, prepared
+from opacus.core.record.record import Record, Use, prepared
 from opacus.core.rules.base import unsupported
 from opacus.core.rules.by_unit import gradients_by_unit
 from opacus.core.rules.generic import Call

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
-from opacus.core.record.layers import Layer
-from opacus.core.record.record import ForwardPass
-from opacus.core.record.tap import ANCHOR, Sink, Use
+from opacus.core.record.layers import Layer, is_alias
+from opacus.core.record.record import ForwardPass, Sink, Use
+from opacus.core.record.tap import ANCHOR
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
@@ -116,7 +116,7 @@ class LoneSample:
             for name, owner in layer.owners.items():
                 own, local = layer.place(name)
                 parameter = own.get(local)
-                if is_alias(parameter):
+                if parameter is not None and is_alias(parameter):
                     return False
                 if parameter is None or not parameter.requires_grad:
                     continue
@@ -190,16 +190,19 @@ class WholeUse:
     def __init__(self, forward_pass: ForwardPass, names: tuple[str, ...], sink: WholeSink) -> None:
         self.forward_pass = forward_pass
         self._names = names
-        self._sink = sink
+        self._sink = weakref.WeakMethod(sink)
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Hand on the gradients of one backward pass; what took no part has none."""
+        sink = self._sink()
+        if sink is None:
+            raise RuntimeError("the private model was deleted before backward()")
         generation = self.forward_pass.generation
         generation.waiting.discard(self)
         generation.begun = True
         pairs = zip(self._names, grads, strict=True)
         with torch.no_grad():
-            self._sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
+            sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
 
 
 class _Aliases(torch.autograd.Function):
@@ -210,6 +213,7 @@ class _Aliases(torch.autograd.Function):
         ctx: Any, anchor: Tensor, use: WholeUse, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, ...]:
         ctx.use = use
+        ctx.stands_for_parameters = True  # see is_alias
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
@@ -217,15 +221,6 @@ class _Aliases(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.deliver(grads)
         return None, None, None
-
-
-def is_alias(parameter: Tensor | None) -> bool:
-    """Whether this stands for a parameter while a private model runs on a lone sample."""
-    return (
-        parameter is not None
-        and not parameter.is_leaf
-        and isinstance(getattr(parameter.grad_fn, "use", None), WholeUse)
-    )
 
 
 def only_whole(waiting: Collection[Any]) -> bool:

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
-from opacus.core.record.tap import Use, differentiable
+from opacus.core.record.record import Use
+from opacus.core.record.tap import differentiable
 from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
@@ -26,6 +27,10 @@ class WhoseRows:
 
     Args:
         specs: All layers.
+
+    Attributes:
+        asked: Whether :meth:`place` has something to do for every layer now; else it only has for
+            outputs of one row, batches of one sample, and units that the user names.
     """
 
     def __init__(self, specs: Iterable[LayerSpec]) -> None:
@@ -33,6 +38,7 @@ class WhoseRows:
         self.repeats = RepeatCheck()
         self._follower = Follower()
         self._follows = False  # whether the follower has to be asked about layers now
+        self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: dict[str, list[Units | str | None]] = {}
 
@@ -41,6 +47,7 @@ class WhoseRows:
         other = copy.copy(self)
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
         other._follower, other._follows, other._hidden = Follower(), False, {}
+        other.asked = False
         return other
 
     def begin(
@@ -55,28 +62,21 @@ class WhoseRows:
             dim: Dimension of the inputs with one entry for each unit.
             recorded: Whether layers are tapped in it.
         """
-        self._follows, self._hidden = False, {}
+        self._follows, self._hidden, self.asked = False, {}, False
         asks = None
         if recorded and batch is not None and batch > 1:
             asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
         if asks is not None:
-            self._follows = asks
+            self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
     def end(self, output: Any = None) -> None:
         """It has ended, with this output; ``None`` if it failed."""
-        self._follows = False
+        self._follows, self.asked = False, bool(self._hidden)
         self.indices.end()
         self._follower.end(output)
-
-    def asks(self, use: Use, output: Tensor) -> bool:
-        """Whether :meth:`place` has something to do for an output."""
-        if self._follows or output.shape[0:1] == (1,):
-            return True
-        one = use.forward_pass
-        return bool(self._hidden) or one.batch == 1 or one.named is not None
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool
@@ -136,6 +136,7 @@ class WhoseRows:
         except ValueError as error:  # if nothing computes it again, no matter
             units = str(error)
         self._hidden.setdefault(spec.name, []).append(units)
+        self.asked = True
 
     def _units_before(self, spec: LayerSpec) -> Units | None:
         """The units of a layer that is computed again, in a pass that was hidden.
@@ -156,4 +157,4 @@ class WhoseRows:
         return found[0] if found else None  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_follows": False, "_hidden": {}}
+        return {**self.__dict__, "_follows": False, "_hidden": {}, "asked": False}

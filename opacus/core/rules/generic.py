@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
 from opacus.core.rules.spec import LayerSpec
@@ -99,7 +100,7 @@ class GenericRule(LayerRule):
     needs_parameters = True
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module = HeldModule(module)
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any
@@ -141,7 +142,7 @@ class GenericRule(LayerRule):
             return _by_autograd(run, own, tuple(call.restore(g) for g in grads))
 
     def _runner(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-        module = self.module
+        module = self.module()
         constant = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
         buffers = {**dict(module.named_buffers(remove_duplicate=False)), **call.buffers}
 
@@ -156,7 +157,8 @@ class GenericRule(LayerRule):
         return run
 
     def _refuse_sharded_children(self, spec: LayerSpec, call: Call, backprops: Any) -> None:
-        if any(is_fsdp(child) for child in self.module.modules() if child is not self.module):
+        module = self.module()
+        if any(is_fsdp(child) for child in module.modules() if child is not module):
             reason = (
                 "it has parameters of its own beside modules that are sharded by themselves, "
                 "which cannot run again in the backward pass; give its parameters a module of "

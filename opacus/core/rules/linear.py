@@ -28,7 +28,7 @@ class LinearRule(LayerRule):
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
-        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        x, g = _tokens(spec, activations, backprops)
         grads = {}
         if "weight" in spec.params:
             grads["weight"] = self.products(x, g)
@@ -41,7 +41,7 @@ class LinearRule(LayerRule):
         return _products(g, x)
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        x, g = _tokens(spec, activations, backprops)
         norms = {}
         if "weight" in spec.params:
             norms["weight"] = self.kernels.product(x, g)
@@ -58,7 +58,7 @@ class LinearRule(LayerRule):
     ) -> list[dict[str, Tensor]]:
         if self.kernels.shared is None:
             return super().norm_sq_of_one_input(uses)
-        pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
+        pairs = [_tokens(spec, a, b) for spec, a, b in uses]
         weights = _with_weight(uses)
         products = self.kernels.shared(pairs[0][0], [pairs[i][1] for i in weights])
         return self._with_biases(uses, pairs, weights, products)
@@ -68,7 +68,7 @@ class LinearRule(LayerRule):
     ) -> list[dict[str, Tensor]] | None:
         if self.kernels.grouped is None:
             return None
-        pairs = [tokens_of(spec, a, b, (1, 1)) for spec, a, b in uses]
+        pairs = [_tokens(spec, a, b) for spec, a, b in uses]
         weights = _with_weight(uses)
         # Those with one input in a row: they share its Gram matrix. In an order that does not
         # depend on addresses, which change from step to step.
@@ -96,13 +96,13 @@ class LinearRule(LayerRule):
         return norms
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
-        x, g = tokens_of(spec, activations, backprops, (1, 1))
+        x, g = _tokens(spec, activations, backprops)
         return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
-        x, g = tokens_of(spec, activations, scale_rows(backprops, factors), (1, 1))
+        x, g = _tokens(spec, activations, scale_rows(backprops, factors))
         g = g.flatten(0, 1)
         grads = {}
         if "weight" in spec.params:
@@ -112,7 +112,8 @@ class LinearRule(LayerRule):
         return grads
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        x, g = (t.flatten(0, 1) for t in tokens_of(spec, activations, backprops, (1, 1)))
+        x, g = _tokens(spec, activations, backprops)
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
         sums = {}
         if "weight" in spec.params:
             sums["weight"] = wide_bmm(g.t().unsqueeze(0), x.unsqueeze(0))[0]
@@ -138,6 +139,15 @@ class TransposedLinearRule(LinearRule):
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         return _transposed(super().wide_sum(spec, activations, backprops))
+
+
+def _tokens(spec: LayerSpec, activations: Any, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """Input and backprops as ``[B, T, d]`` and ``[B, T, p]``; T is 1 if there are no tokens."""
+    x, g = activations[0], backprops
+    dims = x.dim()
+    if dims == g.dim() and dims in (2, 3) and x.shape[:-1] == g.shape[:-1]:
+        return (x, g) if dims == 3 else (x.unsqueeze(1), g.unsqueeze(1))
+    return tokens_of(spec, activations, backprops, (1, 1))
 
 
 def _with_weight(uses: Sequence[tuple[LayerSpec, Any, Any]]) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.rules.base import LayerRule, Use
 from opacus.core.rules.linear import LinearRule
@@ -32,7 +33,7 @@ class TensorParallelRule(LayerRule):
 
     def __init__(self, rule: LayerRule, module: nn.Module) -> None:
         self.rule = rule
-        self.module = module
+        self.module = HeldModule(module)
         self.needs_parameters = rule.needs_parameters
         self.norm_is_local = False
 
@@ -90,7 +91,7 @@ class TensorParallelRule(LayerRule):
         """Wrap this rank's part of a gradient as the DTensor that the parameter is."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        parameter = self.module._parameters[name]
+        parameter = self.module()._parameters[name]
         if not is_dtensor(parameter):
             return grad
         split = name == "weight" or sharded == 0
@@ -109,7 +110,7 @@ class TensorParallelRule(LayerRule):
         """Give a whole gradient the placement of the parameter."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        parameter = self.module._parameters[name]
+        parameter = self.module()._parameters[name]
         if not is_dtensor(parameter):
             return grad
         mesh = parameter.device_mesh

@@ -110,6 +110,31 @@ def units_of(ids: Tensor, shape: torch.Size, count: int, batch_dim: int) -> Unit
     return Units(count, ids=ids.reshape(ids.shape[:last]).clone())
 
 
+def in_order(ids: Tensor, count: int, batch_dim: int) -> Tensor | None:
+    """``ids`` with nobody's rows filled in, where the others are the units in their order.
+
+    Args:
+        ids: See :func:`units_of`.
+        count: Number of units.
+        batch_dim: The dimension in which they are expected; others are tried after it.
+
+    Returns:
+        ``None`` if no row is nobody's, or all are, or others are not in the units' order.
+    """
+    known = ids >= 0
+    if bool(known.all()) or not bool(known.any()):
+        return None
+    for dim in sorted(range(ids.dim()), key=lambda d: d != batch_dim):
+        block, rest = divmod(ids.shape[dim], count)
+        if rest or not block or (block > 1 and dim > 0):
+            continue
+        line = torch.arange(count, device=ids.device).repeat_interleave(block)
+        line = line.view([-1 if d == dim else 1 for d in range(ids.dim())])
+        if bool(((ids == line) | ~known).all()):
+            return line
+    return None
+
+
 def only_unit(shape: torch.Size, batch_dim: int) -> Units | None:
     """The units of a tensor in a batch of one, whose are all rows; see :func:`units_of`."""
     one_row = len(shape) > batch_dim and shape[batch_dim] == 1

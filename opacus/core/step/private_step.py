@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from opacus.core.privacy.clipping import Factors
+
 
 class Model(Protocol):
     """A private model's hooks: what measures and sums."""
@@ -46,10 +48,10 @@ class Model(Protocol):
     def norm_pass(self, losses: Tensor, retain_graph: bool, loss_scale: float | None) -> None:
         """Backward pass of the losses; then the norms of all samples are known."""
 
-    def clip(self) -> Any:
+    def clip(self) -> Factors:
         """Clipping factors and excluded samples."""
 
-    def sum_pass(self, losses: Tensor, clipped: Any, retain_graph: bool) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool) -> None:
         """Add the clipped sum to the parameters' gradients."""
 
 
@@ -120,7 +122,7 @@ def clip_batch(
     loss_scale: float | None = None,
     retain_graph: bool = False,
     norms_are_known: Callable[[Tensor], None] = lambda norms: None,
-) -> Any:
+) -> Factors:
     """Add the clipped sum of one physical batch to the parameters' gradients.
 
     Guarantee: without noise, removing one unit changes the sum by at most C in L2 norm. A unit
@@ -144,7 +146,7 @@ def clip_batch(
     norms_are_known(model.per_sample_gradient_norms)
     clipped = model.clip()
     model.sum_pass(losses, clipped, retain_graph)
-    excluded = loss_scale is not None and bool(_excluded(clipped).any())
+    excluded = loss_scale is not None and bool(clipped.excluded.any())
     optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt)
     return clipped
 
@@ -178,8 +180,3 @@ def release(optimizer: Optimizer) -> bool:
     optimizer.add_penalties()
     optimizer.call_step_hooks()
     return True
-
-
-def _excluded(clipped: Any) -> Tensor:
-    excluded: Tensor = clipped[1] if isinstance(clipped, tuple) else clipped.excluded
-    return excluded

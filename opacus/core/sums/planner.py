@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opacus.core.platform.sizes import FREE_MEMORY_SHARE
 from opacus.core.record.record import Record
 from opacus.core.sums.rates import rates_of
 
@@ -24,8 +25,6 @@ from opacus.core.sums.rates import rates_of
 STORE_PASSES = 3
 # Passes over kept tensors: read and written once more, with the clipping factors.
 KEEP_PASSES = 2
-# Part of the memory that is free when the backward pass starts which may be kept.
-FREE_MEMORY_SHARE = 0.8
 # Choices that are remembered.
 MOST_KNOWN = 10_000
 

@@ -8,7 +8,7 @@ a first backward and forms only the clipped sum in a second one. ``OnePass``
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
-from opacus.core.norms.ledger import NormLedger
+from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
-from opacus.core.privacy.clipping import excluded_or_none
+from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
 from opacus.core.privacy.processed import was_processed
-from opacus.core.record.provenance import check_sizes
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
+from opacus.core.sums.terms import add_to_grad
 from opacus.core.sums.weighting import Weighting
 
 
@@ -85,14 +85,34 @@ class Ghost:
         # Forward passes in the running norm pass, and those in the clipped sum already.
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
+        self._ordinary: Callable[[Record], None] | None = None
+        self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
         self._summed = other._summed
 
+    def watch_ordinary(
+        self,
+        sink: Callable[[Record], None],
+        whole: Callable[[ForwardPass, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Records of backward passes that are not ours, and gradients of lone samples, go there."""
+        self._ordinary, self._ordinary_whole = sink, whole
+
     def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+        """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
+        if self.phase is Phase.IDLE:
+            if self._ordinary is not None:
+                self._ordinary(record)
+        elif record.layer.rule.needs_parameters:
+            with self.recorder.paused():  # such a rule may run the layer again
+                self._take(record)
+        else:
+            self._take(record)
+
+    def _take(self, record: Record) -> None:
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             if record.forward_pass is not None:
@@ -105,7 +125,9 @@ class Ghost:
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             self._passes.add(forward_pass)
-            self.ledger.add_whole(grads)
+            self.ledger.kept.add_whole(grads)
+        elif self.phase is Phase.IDLE and self._ordinary_whole is not None:
+            self._ordinary_whole(forward_pass, grads)
 
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -129,7 +151,7 @@ class Ghost:
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
-        before = {name: _fingerprint(p) for name, p in self.parameters}
+        before = {name: _state_of_grad(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
@@ -143,7 +165,7 @@ class Ghost:
         lone, ledger = self.recorder.lone, self.ledger
         if lone is None or ledger is None:
             return
-        if not ledger.whole:
+        if not ledger.kept.whole:
             lone.learn(self._passes, samples)
             return
         rows = {name: n for one in self._passes for name, n in one.rows.items() if n > 1}
@@ -163,39 +185,31 @@ class Ghost:
                 "(OPACUS_LONE_SAMPLE=0 does so from the start)"
             )
 
-    def sum_pass(
-        self,
-        losses: Tensor,
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor,
-        retain_graph: bool = False,
-    ) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 
         Args:
             losses: ``[B]``, the same as in :meth:`norm_pass`.
-            factors: ``[B]`` clipping factors, of all parameters or by parameter name.
-            excluded: ``[B]`` bool; rows that must not contribute even as ``0 * NaN``.
+            clipped: What the clip rule decided on the norms.
             retain_graph: Keep the graph for another backward pass.
         """
         raise NotImplementedError
 
     @torch.no_grad()
-    def _sum_whole(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor) -> None:
+    def _sum_whole(self, clipped: Factors) -> None:
         """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
         assert self.ledger is not None
-        formed, self.ledger = self.ledger.formed, None
+        formed, self.ledger = self.ledger.kept.formed, None
         used = [(name, parameter) for name, parameter in self.parameters if name in formed]
         grads = [formed.pop(name) for name, _ in used]
-        own = [factors if isinstance(factors, Tensor) else factors[name] for name, _ in used]
+        own = [clipped.of(name) for name, _ in used]
         dtypes = [parameter.dtype for _, parameter in used]
-        masked = excluded_or_none(excluded)
-        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, masked):
+        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, clipped.masked):
             sums = [grad[0] for grad in grads]
         else:
-            sums = weighted_sum_each(grads, own, masked, dtypes)
+            sums = weighted_sum_each(grads, own, clipped.masked, dtypes)
         for (_, parameter), total in zip(used, sums, strict=True):
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+            add_to_grad(parameter, total)
 
     def start_sum(self) -> None:
         """The parameters' ``grad`` are not in use: no sample has been summed yet."""
@@ -219,23 +233,21 @@ class Ghost:
 
     @contextmanager
     def _in(self, phase: Phase, losses: Tensor, *, bare: bool = False) -> Iterator[None]:
-        recorder = self.recorder
-        self.phase, recorder.in_backward, recorder.bare = phase, True, bare
-        recorder.losses = len(losses)
+        self.phase = phase
         try:
-            yield
+            with self.recorder.backward(len(losses), bare=bare):
+                yield
         finally:
-            self.phase, recorder.in_backward, recorder.bare = Phase.IDLE, False, False
-            recorder.losses = None
+            self.phase = Phase.IDLE
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
-        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        leaked = [n for n, p in self.parameters if before.get(n) != _state_of_grad(p)]
         if not leaked:
             return
         for name, parameter in self.parameters:
             if name in leaked:
                 parameter.grad = None
-        if self.ledger is not None and self.ledger.whole and self.recorder.lone is not None:
+        if self.ledger is not None and self.ledger.kept.whole and self.recorder.lone is not None:
             # By reentrant checkpoints, say, of which there were none before: not the next time.
             self.recorder.lone.rule_out("gradients came past the forward pass")
         raise foreign_gradients(leaked)
@@ -291,14 +303,13 @@ class TwoPass(Ghost):
     _weighting: Weighting | None = None
     _seen: Seen
 
-    def receive(self, record: Record) -> None:
-        """Sink of the recorder."""
+    def _take(self, record: Record) -> None:
         if self.phase is Phase.SUM:
             self._add_gradient(record)
             return
-        super().receive(record)
+        super()._take(record)
         ledger = self.ledger
-        if ledger is not None and record.spec.name not in ledger.formed_layers:
+        if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -307,18 +318,12 @@ class TwoPass(Ghost):
         super().norm_pass(losses, retain_graph)
 
     @timed(SECOND_BACKWARD)
-    def sum_pass(
-        self,
-        losses: Tensor,
-        factors: Tensor | Mapping[str, Tensor],
-        excluded: Tensor,
-        retain_graph: bool = False,
-    ) -> None:
+    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
-        if self.ledger is not None and self.ledger.whole:
-            self._sum_whole(factors, excluded)
+        if self.ledger is not None and self.ledger.kept.whole:
+            self._sum_whole(clipped)
             return
-        self._weighting = Weighting(factors, excluded_or_none(excluded))
+        self._weighting = Weighting(clipped)
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
@@ -332,26 +337,22 @@ class TwoPass(Ghost):
         for name, grad in self._weighted(record).items():
             parameter = record.layer.parameter(name)
             assert parameter is not None
-            grad = grad.to(parameter.dtype)
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            add_to_grad(parameter, grad.to(parameter.dtype))
 
     def _weighted(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of one record of the replay, by local name."""
         weighting, ledger = self._weighting, self.ledger
         assert weighting is not None and ledger is not None
-        if record.spec.name in ledger.formed_layers:
+        if record.spec.name in ledger.kept.layers:
             owners = {name: record.layer.owners[name] for name in record.spec.params}
-            formed = {name: ledger.formed.pop(owner, None) for name, owner in owners.items()}
+            formed = {name: ledger.kept.formed.pop(owner, None) for name, owner in owners.items()}
             return {
                 name: weighting.sum_of_formed(owners[name], grad)  # each is used once
                 for name, grad in formed.items()
                 if grad is not None
             }
         self._seen.replayed(record)
-        sums: dict[str, Tensor] = {}
-        for names in weighting.together(record):
-            sums |= weighting.sums(record, names)
-        return sums
+        return weighting.sums(record)
 
     def _compared(self) -> Tensor | None:
         """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
@@ -396,7 +397,7 @@ def default_budget(device: torch.device) -> int | None:
     return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
 
 
-def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:
     """Changes when a gradient is assigned or modified in place."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)

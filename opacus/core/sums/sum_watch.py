@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import is_dtensor, local_of
+from opacus.core.platform.sharded import is_dtensor, local_of, locals_of
 from opacus.core.privacy.processed import is_processed
 
 # Relative change of a norm by a loss scale that has been divided by.
@@ -38,6 +38,7 @@ class SumWatch:
 
     def __init__(self) -> None:
         self._grads: list[Tensor] = []
+        self._shards: list[Tensor] = []  # this rank's part of each
         self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
         self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
         # The same, of the step before, on its way to the host.
@@ -46,13 +47,14 @@ class SumWatch:
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """The parameters' ``grad`` are complete sums now."""
         self._grads = [p.grad for p in parameters if p.grad is not None]
-        for grad in self._grads:
-            grad._clipped_versions = _versions(grad)  # type: ignore[attr-defined]
-        self._norms = _norms(self._grads)
+        self._shards = locals_of(self._grads)
+        for grad, versions in zip(self._grads, self._versions(), strict=True):
+            grad._clipped_versions = versions  # type: ignore[attr-defined]
+        self._norms = _norms(self._shards)
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._grads, self._norms = [], torch.empty(0)
+        self._grads, self._shards, self._norms = [], [], torch.empty(0)
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -63,7 +65,8 @@ class SumWatch:
             scale: What ``GradScaler`` has divided the sums by.
         """
         grads = self._grads
-        written = any(grad._clipped_versions != _versions(grad) for grad in grads)  # type: ignore[attr-defined]
+        noted = [grad._clipped_versions for grad in grads]  # type: ignore[attr-defined]
+        written = noted != self._versions()
         blind = bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0])
         moved: set[int] = set()
         if written or (blind and not self._norms.is_cuda):
@@ -106,23 +109,22 @@ class SumWatch:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_moved": None, "_answer": None}
 
+    def _versions(self) -> list[tuple[int, int]]:
+        """Counts of changes, of each sharded tensor and of this rank's shard."""
+        pairs = zip(self._grads, self._shards, strict=True)
+        return [(grad._version, shard._version) for grad, shard in pairs]
+
     def _same(self, scale: float) -> Tensor:
         """``[n]`` bool: which sums have the norm that was noted."""
-        now = _norms(self._grads) * scale
+        now = _norms(self._shards) * scale
         tolerance = 0.0 if scale == 1.0 else ROUNDING
         return torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def _versions(grad: Tensor) -> tuple[int, int]:
-    """Counts of changes, of a sharded tensor and of this rank's shard."""
-    return grad._version, local_of(grad)._version
-
-
-def _norms(grads: Sequence[Tensor]) -> Tensor:
+def _norms(shards: list[Tensor]) -> Tensor:
     """``[n]`` norms of this rank's shards."""
-    if not grads:
+    if not shards:
         return torch.empty(0)
-    shards = [local_of(grad) for grad in grads]
     norms = torch._foreach_norm(shards)
     device = norms[0].device
     return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
@@ -133,9 +135,9 @@ def _counts_foreach(mesh: Any) -> bool:
     from torch.distributed.tensor import distribute_tensor
 
     probe = distribute_tensor(torch.ones(1, device=mesh.device_type), mesh, src_data_rank=None)
-    before = _versions(probe)
+    before = probe._version, local_of(probe)._version
     torch._foreach_mul_([probe], 2.0)
-    return _versions(probe) != before
+    return (probe._version, local_of(probe)._version) != before
 
 
 def _uncounted(grad: Any) -> bool:

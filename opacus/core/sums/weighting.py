@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum
+from opacus.core.platform.profiling import each_layer
+from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 
 
@@ -17,45 +18,39 @@ class Weighting:
     """Forms ``sum_i factors[i] * g_i`` of one layer after the other.
 
     The factors meet the rows of the layer itself, in at least fp32: nothing between the loss and
-    the layer has seen them, so that what is weighted is what was measured.
+    the layer has seen them, so that what is weighted is what was measured. Samples that are
+    excluded do not contribute, not even as ``0 * NaN``.
 
     Args:
-        factors: ``[B]`` of all parameters, or by parameter name.
-        excluded: ``[B]`` bool, samples that must not contribute even as ``0 * NaN``; ``None``:
-            there are none.
+        clipped: Factors and excluded samples.
     """
 
-    def __init__(self, factors: Tensor | Mapping[str, Tensor], excluded: Tensor | None) -> None:
-        self._factors = factors
-        self._excluded = excluded
+    def __init__(self, clipped: Factors) -> None:
+        self._clipped = clipped
+        self._shared = clipped.shared
+        self._excluded = clipped.masked
         self._masking = Masking()
 
-    def of(self, owner: str) -> Tensor:
-        """``[B]`` factors of one parameter of the model."""
-        factors = self._factors
-        return factors if isinstance(factors, Tensor) else factors[owner]
-
-    def together(self, record: Record) -> Iterator[tuple[str, ...]]:
-        """The record's parameters, those with the same factors together."""
-        names = record.spec.params
-        if isinstance(self._factors, Tensor):
-            yield names
-        else:
-            yield from ((name,) for name in names)
-
-    def sums(self, record: Record, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """The clipped sums of parameters of a record that have the same factors.
-
-        Args:
-            record: The use of a layer.
-            names: Local names of its parameters.
+    @each_layer
+    def sums(self, record: Record) -> dict[str, Tensor]:
+        """The clipped sums of a record's parameters.
 
         Returns:
             Local name -> sum, of the parameter's shape, in at least fp32 where the rule can.
         """
+        names, owners = record.spec.params, record.layer.owners
+        if self._shared is not None:
+            return self._sums(record, names, self._shared)
+        found: dict[str, Tensor] = {}
+        for name in names:
+            found |= self._sums(record, (name,), self._clipped.of(owners[name]))
+        return found
+
+    def _sums(self, record: Record, names: tuple[str, ...], factors: Tensor) -> dict[str, Tensor]:
+        """Those of parameters with the same factors."""
         rows, device = record.batch, record.device
         excluded = None if self._excluded is None else self._excluded[:rows].to(device)
-        factors = self.of(record.layer.owners[names[0]])[:rows].to(device)
+        factors = factors[:rows].to(device)
         activations = record.activations if excluded is None else self._finite(record, excluded)
         backprops = scaled_rows_of(record.backprops, factors, excluded)
         spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
@@ -65,7 +60,7 @@ class Weighting:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
         rows = len(formed)
         excluded = None if self._excluded is None else self._excluded[:rows]
-        return weighted_sum(formed, self.of(owner)[:rows], excluded)
+        return weighted_sum(formed, self._clipped.of(owner)[:rows], excluded)
 
     def _finite(self, record: Record, excluded: Tensor) -> Any:
         """Activations whose excluded rows are zero."""

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.host import operands
+from tests.core.kernels.interpreter import work_once
+from tests.core.kernels.triton_cases import INTERPRETED
+
+if INTERPRETED:
+    work_once()
 
 
 @pytest.fixture(autouse=True)

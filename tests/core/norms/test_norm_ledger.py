@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms import grouping
+from opacus.core.norms import grouping, together
 from opacus.core.norms import ledger as norms
 from opacus.core.norms.ledger import NormLedger, total_norms
-from opacus.core.record.layers import Layer, layers_of
+from opacus.core.record import layers as layers_file
+from opacus.core.record.layers import Layer
 from opacus.core.record.record import Generation, Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
@@ -21,6 +22,12 @@ from opacus.core.rules.generic import Call
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
 Use = tuple[Layer, Inputs, Tensor]
+KEPT: list[nn.Module] = []  # layers do not keep theirs
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    KEPT.append(model)
+    return layers_file.layers_of(model)
 
 
 def use(layer: Layer, *inputs: Tensor) -> Use:
@@ -163,7 +170,7 @@ def test_order_of_the_records_does_not_matter(name: str, deferred: bool) -> None
 def test_sums_over_uses_a_few_samples_at_a_time(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norms, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(together, "CHUNK_ELEMENTS", chunk)
     uses = MODELS[name]()
     assert_norms(finish(NormLedger(5), records_of(uses)), expected(uses, 5))
 
@@ -210,8 +217,8 @@ def test_small_gradients_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(norms, "FORMED_ELEMENTS", 5 * 12 - 1)  # 5 samples of 6 + 6 elements
     monkeypatch.setattr(norms, "FORMED_SHARE", 0.0)
     ledger.add(second)
-    assert ledger.formed_layers == {first.spec.name}
-    assert set(ledger.formed) == {f"{first.spec.name}.weight", f"{first.spec.name}.bias"}
+    assert ledger.kept.layers == {first.spec.name}
+    assert set(ledger.kept.formed) == {f"{first.spec.name}.weight", f"{first.spec.name}.bias"}
     assert_norms(ledger.finish(), expected(norm_layers, 5))
     with pytest.raises(RuntimeError, match="used again"):
         ledger.add(first)
@@ -285,7 +292,7 @@ def test_flat_lookups_as_many_as_samples_are_not_taken_for_rows() -> None:
 
 
 def test_flat_lookups_are_not_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(together, "CHUNK_ELEMENTS", 1)
     (layer,) = layers_of(nn.Sequential(nn.EmbeddingBag(6, 6, mode="sum")).double())
     first, _ = bag_use(layer, [2, 0, 1, 1, 1])
     opposite = (layer, first[1], -first[2])
@@ -301,7 +308,7 @@ def test_samples_without_any_use_have_a_zero_norm(
     layer: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The use with all rows got no gradient, so that only shorter ones are left."""
-    monkeypatch.setattr(norms, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(together, "CHUNK_ELEMENTS", chunk)
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GroupNorm(2, 6)).double()
     chosen = layers_of(model)[layer]
     uses = [use(chosen, torch.randn(rows, 6).double()) for rows in (2, 3)]
@@ -425,7 +432,7 @@ def test_gradients_of_layers_that_run_again_are_formed_once() -> None:
     layer.rule = Noisy()
     ledger = NormLedger(5, deferred=True)
     got = finish(ledger, records_of([use(layer, torch.randn(5, 6))] * 2))
-    want = ledger.formed["0.weight"].square().sum(1)
+    want = ledger.kept.formed["0.weight"].square().sum(1)
     torch.testing.assert_close(got["0.weight"], want)
 
 

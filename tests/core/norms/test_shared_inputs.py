@@ -131,8 +131,8 @@ def test_what_is_stored_for_the_sum_is_not_measured_twice(together, monkeypatch,
     x, other = torch.randn(2, BATCH, TOKENS, WIDTH)
     ledger = NormLedger(BATCH, deferred=True, planner=Planner())
     check(ledger, records_of(flash_layers(Attention()), [x, x, x, other]))
-    assert ledger.formed_layers == set(stored)
-    held = {r.spec.name for r in ledger.held}
+    assert ledger.kept.layers == set(stored)
+    held = {r.spec.name for r in ledger.kept.held}
     assert held == {"query", "key", "value", "output"} - set(stored)
     rest = sorted([{"query": 8, "key": 4, "value": 4}[n] for n in held - {"output"}])
     assert not rest or rest in [sorted(widths) for widths in together]

@@ -32,8 +32,10 @@ def test_norms_that_are_not_finite_are_excluded() -> None:
 
 def test_per_layer_clipping_excludes_a_sample_everywhere() -> None:
     norms = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([1.0, math.nan])}
-    factors, excluded = clip_each(norms, {"a": 1.0, "b": 0.5})
-    assert excluded.tolist() == [False, True]
+    clipped = clip_each(norms, {"a": 1.0, "b": 0.5})
+    assert clipped.excluded.tolist() == [False, True]
+    factors = {name: clipped.of(name) for name in norms}
+    assert clipped.of("unused").tolist() == [0.0, 0.0]
     assert factors["a"][1] == 0 and factors["b"][1] == 0
     assert factors["a"][0] * 3 <= 1 and factors["b"][0] <= 0.5
 
@@ -88,7 +90,7 @@ def test_noise_of_a_tensor_that_waits_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert elsewhere != torch.zeros(1).device
     for device in (torch.device("cpu"), elsewhere):
         seen = []
-        monkeypatch.setattr(noises, "compute_device", lambda tensor, to=device: to)
+        monkeypatch.setattr(noises, "compute_devices", lambda ts, to=device: [to for _ in ts])
         key = RunKey(torch.Generator().manual_seed(3))
         sums = [torch.full((5, 7), 2.0), torch.ones(11)]
         targets = [sums[0], torch.empty(11, dtype=torch.bfloat16)]

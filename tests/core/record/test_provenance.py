@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core.record import whose
-from tests.engine.test_modes_match_oracle import assert_close
+from tests.helpers.modes import assert_close
 
 T = 4  # tokens, and samples of the ambiguous batch
 C = 0.5

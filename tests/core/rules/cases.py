@@ -14,7 +14,7 @@ from opacus.core.rules.generic import Call, GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.layers.dp_rnn import RNNLinear
-from tests import oracle
+from tests.helpers import oracle
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Observed:
     activations: Any
     backprops: Any
     want: dict[str, Tensor]
+    layer: nn.Module  # which rules hold weakly
 
 
 def observe(
@@ -143,10 +144,10 @@ def observe(
     )
     if not generic:
         spec = spec_of("net.layer", layer)
-        return Observed(rule_for(layer), spec, (inputs,), backprops, want)
+        return Observed(rule_for(layer), spec, (inputs,), backprops, want, layer)
     rule = GenericRule(layer)
     spec = make_spec("net.layer", layer, rule.options(layer))
-    return Observed(rule, spec, call_of(layer, inputs), backprops, want)
+    return Observed(rule, spec, call_of(layer, inputs), backprops, want, layer)
 
 
 def spec_of(name: str, layer: nn.Module) -> LayerSpec:

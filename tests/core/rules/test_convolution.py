@@ -13,7 +13,7 @@ from opacus.core.rules import LayerRule, convolution
 from opacus.core.rules.spec import LayerSpec
 from tests.core.rules.cases import norm_sq, observe
 from tests.core.rules.dispatched import largest_bytes
-from tests.oracle import relative_error
+from tests.helpers.oracle import relative_error
 
 
 def test_patches_are_made_a_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

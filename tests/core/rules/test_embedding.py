@@ -12,7 +12,7 @@ from opacus.core.record.layers import layers_of
 from opacus.core.rules import rule_for
 from tests.core.rules.cases import norm_sq, observe, spec_of
 from tests.core.rules.dispatched import Dispatched
-from tests.oracle import relative_error, weighted_sum
+from tests.helpers.oracle import relative_error, weighted_sum
 
 
 def test_the_padding_row_has_no_gradient_and_does_not_count() -> None:

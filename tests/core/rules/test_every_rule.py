@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opacus.core.rules.generic import GenericRule
 from tests.core.rules.cases import CASES, Observed, norm_sq, observe, observe_case
-from tests.oracle import relative_error, weighted_sum
+from tests.helpers.oracle import relative_error, weighted_sum
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 # Inputs are rounded before the oracle sees them: what is left is the rule's own error.

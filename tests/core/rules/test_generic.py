@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from opacus.core.rules import rule_for
 from opacus.core.rules.generic import Call, GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
-from tests import oracle
 from tests.core.rules.cases import CASES, call_of, norm_sq, observe
-from tests.oracle import relative_error
+from tests.helpers import oracle
+from tests.helpers.oracle import relative_error
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),

@@ -8,7 +8,7 @@ from torch import nn
 
 from opacus.core.rules import LinearRule, rule_for
 from tests.core.rules.cases import norm_sq, observe, spec_of, vectors
-from tests.oracle import relative_error
+from tests.helpers.oracle import relative_error
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 96])

@@ -14,7 +14,7 @@ from opacus.core.rules import HUGGING_FACE_RMS_NORMS, rule_for
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.normalisation import HuggingFaceRMSNormRule
 from tests.core.rules.cases import norm_sq, observe
-from tests.oracle import relative_error
+from tests.helpers.oracle import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from torch import nn
 from opacus.core.kernels.norms.reference import sum_of_squares
 from opacus.core.rules import rule_for
 from tests.core.rules.cases import CASES, norm_sq, observe_case, spec_of
-from tests.oracle import relative_error, weighted_sum
+from tests.helpers.oracle import relative_error, weighted_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Using padding='same'")]
 

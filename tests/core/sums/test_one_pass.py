@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opacus.core.sums.one_pass import Terms
+from opacus.core.sums.terms import Terms
 
 
 @pytest.mark.parametrize("later", [0, 2])

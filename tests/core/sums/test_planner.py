@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.platform.held import HeldModule
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Generation, Record
 from opacus.core.rules import rule_for
@@ -17,7 +18,7 @@ from opacus.core.sums import planner as planning
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.rates import Rates
 from tests.core.rules.cases import spec_of
-from tests.oracle import relative_error
+from tests.helpers.oracle import relative_error
 
 FAST_MATH = Rates(multiply_adds=1e18, bytes=1e9)  # products cost nothing
 FAST_MEMORY = Rates(multiply_adds=1e9, bytes=1e18)  # memory costs nothing
@@ -25,7 +26,9 @@ FAST_MEMORY = Rates(multiply_adds=1e9, bytes=1e18)  # memory costs nothing
 
 def record(batch: int, tokens: int, d: int, p: int) -> Record:
     module = nn.Linear(d, p, bias=False)
-    layer = Layer(module, spec_of("head", module), rule_for(module), {"weight": "head.weight"})
+    layer = Layer(
+        HeldModule(module), spec_of("head", module), rule_for(module), {"weight": "head.weight"}
+    )
     x, g = torch.zeros(batch, tokens, d), torch.zeros(batch, tokens, p)
     return Record(layer, layer.spec, (x,), g, batch, False, Generation())
 

@@ -205,7 +205,8 @@ def _logit_grads(head: Head, grads: Tensor, options: LossOptions, start: int, st
     if _fused(logits):
         from opacus.core.kernels.loss import head_triton
 
-        head_triton.differentiate(logits, targets, lse, grads, options, start, vocabulary)
+        smooth, z_loss = float(options.smoothing), float(options.z_loss)
+        head_triton.differentiate(logits, targets, lse, grads, smooth, z_loss, start, vocabulary)
         return logits.view(shape)
     slope = grads * (1 + 2 * options.z_loss * lse)
     own = torch.exp(widen(logits) - lse[:, None]) * slope[:, None]

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from opacus.core.kernels.host.launch import Variant
-from opacus.core.kernels.loss.head import LossOptions
 
 BLOCK = 2048
 
@@ -93,7 +92,8 @@ def differentiate(
     targets: Tensor,
     lse: Tensor,
     grads: Tensor,
-    options: LossOptions,
+    smoothing: float,
+    z_loss: float,
     start: int,
     vocabulary: int,
 ) -> None:
@@ -104,17 +104,18 @@ def differentiate(
         targets: ``[N]`` int64.
         lse: ``[N]`` fp32.
         grads: ``[N]`` fp32, of the tokens' losses.
-        options: Of the losses.
+        smoothing: Of the losses' options.
+        z_loss: The same.
         start: Row of the head that column 0 is of.
         vocabulary: Rows V of the head.
     """
     tokens, columns = logits.shape
     if not logits.numel():
         return
-    even, hot = float(options.smoothing / vocabulary), float(1 - options.smoothing)
+    even, hot = smoothing / vocabulary, 1.0 - smoothing
     _differentiates()(
         (tokens, triton.cdiv(columns, BLOCK)),
-        *(logits, targets, lse, grads, columns, start, even, hot, 2.0 * options.z_loss),
+        *(logits, targets, lse, grads, columns, start, even, hot, 2.0 * z_loss),
     )
 
 

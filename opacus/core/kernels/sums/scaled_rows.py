@@ -50,12 +50,13 @@ def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor | None) -
         factors: ``[B]``; ``None`` leaves the rows that are kept as they are.
         excluded: ``[B]`` bool, on the device of ``rows``; ``None``: there are none.
     """
-    if is_dtensor(rows):  # under tensor parallelism: every rank has all samples
+    plain = type(rows) is Tensor
+    if not plain and is_dtensor(rows):  # under tensor parallelism: every rank has all samples
         if any(place.is_shard(0) for place in rows.placements):
             return scaled_rows(rows.full_tensor(), factors, excluded)
         return as_sharded(scaled_rows(rows.to_local(), factors, excluded), rows)
-    plain = type(rows) is Tensor and rows.is_cuda  # a kernel cannot read a DTensor
-    fused = plain and rows.is_contiguous() and rows.dtype != torch.float64
+    # A kernel cannot read a DTensor.
+    fused = plain and rows.is_cuda and rows.is_contiguous() and rows.dtype != torch.float64
     if fused and triton_works() and (factors is None or factors.dtype == torch.float32):
         from opacus.core.kernels.sums import scaled_rows_triton
 

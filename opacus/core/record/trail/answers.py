@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ from opacus.core.rules.units import Units
 Uses = dict[str, list[Units | None]]
 # Structures of inputs that are remembered at most; more are followed each time.
 MOST_ANSWERS = 4096
+# In which forward passes of a structure what is remembered is looked at again: its second one,
+# which finds most of what is other each time, and seldom after that.
+LOOK_AGAIN, INTERVAL = (2, 32), 1000
 
 
 class Follower:
@@ -29,6 +34,9 @@ class Follower:
     The first forward pass of a new structure of inputs is followed by a :class:`Trail`. Where rows
     are moved in ways that depend on shapes alone, what it found is remembered; otherwise every
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
+
+    A model may go on as its own counters, or values that a program has looked at, say. So some
+    later passes are followed again; if one differs, all are from then on.
     """
 
     def __init__(self) -> None:
@@ -40,6 +48,7 @@ class Follower:
         self._found: Uses = {}
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
+        self._passes: dict[Any, int] = {}  # so many of each structure that is remembered
 
     def begin(
         self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
@@ -62,8 +71,10 @@ class Follower:
         self._count, self._places = count, {}
         if known is not None and self._keys[0] not in self._always:
             self._known = self._answers[known]
-            return self._known is not None
-        if not can_follow():
+            self._passes[known] = passes = self._passes.get(known, 1) + 1
+            if not (passes in LOOK_AGAIN or passes % INTERVAL == 0) or not can_follow():
+                return self._known is not None
+        elif not can_follow():
             return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
         self._trail.__enter__()
@@ -78,18 +89,26 @@ class Follower:
         Raises:
             ValueError: See :meth:`Trail.check`.
         """
-        trail, found = self._trail, self._found
+        trail, found, known = self._trail, self._found, self._known
         self._trail, self._found, self._known = None, {}, None
         if trail is None:
             return
         trail.__exit__(None, None, None)
         if output is not None:
             trail.check([t for t in tree_leaves(output) if isinstance(t, Tensor)])
-        if output is None or not found or len(self._answers) >= MOST_ANSWERS:
+        if output is None or not found or self._keys[0] in self._always:
+            return
+        remembered = next((k for k in self._keys if k in self._answers), None)
+        if remembered is not None:
+            if not _equal(found, known):
+                self._always.add(self._keys[0])
+                warnings.warn(_CHANGED, stacklevel=2)
+            return
+        if len(self._answers) >= MOST_ANSWERS:
             return
         units = [u for uses in found.values() for u in uses]
         plain = all(u is None for u in units)
-        if trail.moved or (trail.decided and not plain):
+        if trail.moved or trail.chosen or (trail.decided and not plain):
             return
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = None if plain else found
@@ -151,6 +170,37 @@ class Follower:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trail": None, "_found": {}, "_known": None}
+
+
+_CHANGED = (
+    "the model moves rows in another way than in an earlier forward pass on inputs of the same "
+    "structure (as a counter, a random choice or a value that was looked at says). From now on "
+    "each pass is followed, so that rows are those of their samples; in passes between the two, "
+    "layers may have been given to the wrong samples"
+)
+
+
+def _equal(found: Uses, known: Uses | None) -> bool:
+    """Whether a forward pass has the units that are remembered, whatever its sizes."""
+    if known is None:
+        return all(u is None for uses in found.values() for u in uses)
+    pairs = [
+        (u, v)
+        for name in found.keys() | known.keys()
+        for u, v in zip_longest(found.get(name, ()), known.get(name, ()), fillvalue=_NO_USE)
+    ]
+    return all(_alike(u, v) for u, v in pairs)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Units) and isinstance(b, Units)):
+        return a is b
+    if a.ids is None or b.ids is None:
+        return a.ids is b.ids and a.dim == b.dim
+    return a.ids.shape == b.ids.shape and torch.equal(a.ids, b.ids.to(a.ids.device))
+
+
+_NO_USE = object()
 
 
 def can_follow(model: nn.Module, inputs: Any) -> bool:

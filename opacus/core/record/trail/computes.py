@@ -131,8 +131,9 @@ def _cdist(op: Op) -> State:
 
 
 def _grouped_matmul(op: Op) -> State:
-    """Rows of the first by one matrix for each group of them."""
-    _refuse_parameters(op)
+    """Rows of the first by one matrix for each group of them; offsets say which are a group."""
+    if op["mat2"].dim() != 3 or op.state(op["mat2"]) is not None:
+        raise EndedError(Lost(f"{op.name} with matrices that depend on samples"))
     return _inner(op, op.main, [-1])
 
 

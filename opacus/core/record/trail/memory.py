@@ -11,6 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from opacus.core.record.trail.labels import ConflictError, Labels, Lost, State, agree, compact
 
+# What the values of a tensor follow from: from shapes; from what the model or the program brings
+# along (buffers, lists, random numbers), so that they may be others the next time; or from the
+# units' data.
+SHAPES, OUTSIDE, DATA = 0, 1, 2
+
 # Offset, shape and strides.
 Place = tuple[int, torch.Size, tuple[int, ...]]
 # Most elements of a tensor whose label is written out in full, where nothing smaller will do.
@@ -26,6 +31,7 @@ class _Memory:
     """One storage: whose its elements are, as seen from each view of it."""
 
     alive: StorageWeakRef  # as long as it is there, no other storage gets its address
+    source: int = SHAPES
     views: dict[Place, State] = field(default_factory=dict)
 
 
@@ -49,25 +55,33 @@ class Memory:
             return memory.views[place]
         return self._derived(memory, place)
 
-    def put(self, tensor: Tensor, state: State) -> None:
-        """A new tensor, or a new view of one."""
+    def source(self, tensor: Tensor) -> int:
+        """What the values of a tensor follow from."""
+        if tensor.layout is not torch.strided:
+            return OUTSIDE
+        memory = self._known.get(tensor.untyped_storage()._cdata)
+        return OUTSIDE if memory is None else memory.source
+
+    def put(self, tensor: Tensor, state: State, source: int = SHAPES) -> None:
+        """A new tensor, or a new view of one; ``source`` is what its values follow from."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
             if state is not None:
-                self.put(_stored(tensor), SPARSE)
+                self.put(_stored(tensor), SPARSE, source)
             return
         memory = self._known.get(storage._cdata)
         if memory is None:
             memory = self._known[storage._cdata] = _Memory(StorageWeakRef(storage))
         memory.views[_place(tensor)] = state
+        memory.source = max(memory.source, source)
 
-    def write(self, tensor: Tensor, state: State) -> None:
+    def write(self, tensor: Tensor, state: State, source: int = SHAPES) -> None:
         """The elements of a tensor have been changed in place, and with them those of its views."""
         if tensor.numel() == 0:
             return
-        before = self.state(tensor)
-        self.put(tensor, state)
+        before, known = self.state(tensor), self.source(tensor)
+        self.put(tensor, state, max(known, source))
         if tensor.layout is not torch.strided or before is state or _equal(before, state):
             return
         memory = self._known[tensor.untyped_storage()._cdata]

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.trail.computes import COMPUTES, pointwise
 from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
-from opacus.core.record.trail.memory import Memory
+from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
     UNWRITTEN,
@@ -36,12 +37,14 @@ from opacus.core.record.trail.op import (
 )
 from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
-from opacus.core.rules.units import Units, units_of
+from opacus.core.rules.units import Units, in_order, units_of
 
 _HANDLERS: dict[str, Handler] = {**MOVES, **WRITES, **COMPUTES}
 _UNWRITTEN = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
+# Operations whose result the program looks at.
+_ANSWERS = frozenset(("_local_scalar_dense", "equal", "is_nonzero"))
 UNFOLLOWED = Lost("memory that is read before torch has written to it")
 
 
@@ -60,18 +63,33 @@ class Trail(TorchDispatchMode):
         self._memory = Memory()
         # Whether a layer's units depend on values, so that they have to be found anew each time.
         self.moved = False
+        # Whether they depend on what may be other the next time: random numbers, lists, buffers.
+        self.chosen = False
         # Whether the program has looked at values, and may have gone on as they say.
         self.decided = False
+        self._reads = _Reads(self)
+        self._aside = False  # whether operations are the trail's own
         # How often each layer was used on each unit, where its place in the batch said so.
         self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
         for tensor in inputs:
             if is_plain(tensor):
                 self._note_input(tensor, dim)
 
+    def __enter__(self) -> Trail:
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
     def _note_input(self, tensor: Tensor, dim: int) -> None:
         own = dim if tensor.dim() > dim else 0
         if tensor.dim() > own and tensor.shape[own] == self.count:
-            self._memory.put(tensor, Labels(self._in_order(tensor.dim(), own)))
+            self._memory.put(tensor, Labels(self._in_order(tensor.dim(), own)), DATA)
+        else:
+            self._memory.put(tensor, None, DATA)
 
     def _in_order(self, dims: int, dim: int) -> Tensor:
         ids = torch.arange(self.count, device="cpu")
@@ -95,9 +113,22 @@ class Trail(TorchDispatchMode):
                 and they are not as many.
             NobodysRowsError: They are computed from no input.
         """
+        self._aside = True
+        try:
+            return self._layer(spec, inputs, output, batch_dim)
+        finally:
+            self._aside = False
+
+    def _layer(
+        self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
+    ) -> Units | None:
         state = self.state(output)
         if isinstance(state, Labels):
             self.moved |= state.moved
+            whole = in_order(state.ids, self.count, batch_dim)
+            if whole is not None:  # constants stand in for units of which nothing came here
+                state = Labels(whole, spec, state.moved)
+                self._memory.put(output, state, DATA)
             units = units_of(state.ids, output.shape, self.count, batch_dim)
             if units is not None and units.ids is not None and not state.moved:
                 self._note_use(spec, units.ids)
@@ -122,7 +153,8 @@ class Trail(TorchDispatchMode):
                 "the batch be the first dimension of its input (expand position ids to [batch, "
                 "length], say), or freeze the layer"
             )
-        self._memory.put(output, Labels(self._in_order(output.dim(), batch_dim), assumed=spec))
+        labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
+        self._memory.put(output, labels, DATA)
         return None
 
     def _note_use(self, spec: LayerSpec, ids: Tensor) -> None:
@@ -160,14 +192,18 @@ class Trail(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._aside:
+            return result
         schema = getattr(func, "_schema", None)
         if schema is None:  # an operator that runs others
             self._end(args, kwargs, result, str(func))
             return result
         name, in_place = _name(schema)
         arguments = _bound(schema, args, kwargs or {})
-        if name == "_local_scalar_dense":
-            self.decided |= self.state(args[0]) is not None
+        source = self._source(func, arguments)
+        if source != SHAPES and (name in _ANSWERS or torch.Tag.dynamic_output_shape in func.tags):
+            self.decided = True
+        if name in _ANSWERS:
             return result
         written = [arguments[a.name] for a in schema.arguments if _is_written(a)]
         results = [t for t in tree_leaves(result) if is_plain(t)]
@@ -178,8 +214,13 @@ class Trail(TorchDispatchMode):
             states = self._follow(func, name, arguments, result, results)
         else:
             states, concerns = [None] * len(results), False
-        self._note(schema, in_place, concerns, written, results, states)
+        self._note(schema, in_place, concerns, written, results, states, source)
         return result
+
+    def _source(self, func: Any, arguments: dict[str, Any]) -> int:
+        """What the values of an operation's results follow from."""
+        own = OUTSIDE if torch.Tag.nondeterministic_seeded in func.tags else SHAPES
+        return max([own, *map(self._memory.source, tensors_in(arguments.values()))])
 
     def _concerns(self, arguments: Iterable[Any], written: Sequence[Any]) -> bool:
         """Whether an operation reads what depends on the batch, or writes to it."""
@@ -198,19 +239,20 @@ class Trail(TorchDispatchMode):
         written: Sequence[Any],
         results: Sequence[Tensor],
         states: Sequence[State],
+        source: int,
     ) -> None:
         """What results are now, and what was changed in place."""
         for tensor, state in zip(results, states, strict=True):
             if in_place:
-                self._memory.write(tensor, state)
+                self._memory.write(tensor, state, source)
             else:
-                self._memory.put(tensor, state)
+                self._memory.put(tensor, state, source)
         if in_place:
             return
         state = Lost(f"{schema.name} writes to a tensor") if concerns else None
         for tensor in tensors_in(written):
             if is_plain(tensor) and not any(tensor is result for result in results):
-                self._memory.write(tensor, state)
+                self._memory.write(tensor, state, source)
 
     def _follow(
         self,
@@ -228,7 +270,7 @@ class Trail(TorchDispatchMode):
             handler = pointwise
         if handler is None or torch.Tag.inplace_view in func.tags:
             return [Lost(f"the operation {name} is not followed")] * len(results)
-        op = Op(name, arguments, result, self.state)
+        op = Op(name, arguments, result, self.state, self._memory.source)
         try:
             with torch.no_grad():
                 found = handler(op)
@@ -238,6 +280,7 @@ class Trail(TorchDispatchMode):
             found = self._mixed(name, conflict, arguments, results)
         except (RuntimeError, LookupError, TypeError, ValueError, StopIteration):
             found = Lost(f"the operation {name} could not be followed")
+        self.chosen |= op.chosen
         states = found if isinstance(found, (list, tuple)) else [found] * len(results)
         missing = Lost(f"a further result of {name}")
         padded = [*states, *[missing] * (len(results) - len(states))]
@@ -268,7 +311,25 @@ class Trail(TorchDispatchMode):
         if any(self.state(t) is not None for t in leaves):
             for tensor in tree_leaves(result):
                 if is_plain(tensor):
-                    self._memory.put(tensor, Lost(f"the operation {name} is not followed"))
+                    self._memory.put(tensor, Lost(f"the operation {name} is not followed"), DATA)
+
+
+class _Reads(TorchFunctionMode):
+    """Notices that values leave torch: what is done with them no operation shows."""
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__()
+        self._trail = trail
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            self._trail.decided = True
+        return func(*args, **(kwargs or {}))
+
+
+_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
 
 
 def _name(schema: Any) -> tuple[str, bool]:
@@ -289,13 +350,12 @@ def _is_written(argument: Any) -> bool:
 
 
 def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name in the schema's order, with the defaults of those left out."""
-    given = {**kwargs, **dict(zip((a.name for a in schema.arguments), args, strict=False))}
-    return {
-        a.name: given.get(a.name, a.default_value)
-        for a in schema.arguments
-        if a.name in given or a.has_default_value()
-    }
+    """All arguments by name, in their order, with the defaults of those that are left out."""
+    bound = dict(zip((a.name for a in schema.arguments), args, strict=False))
+    for argument in schema.arguments[len(args) :]:
+        if argument.name in kwargs or argument.has_default_value():
+            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return bound
 
 
 def _fitting(tensor: Tensor, state: State, name: str) -> State:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.record.trail.labels import Labels, Lost, State, agree, lifted
+from opacus.core.record.trail.memory import DATA, OUTSIDE
 
 UNWRITTEN = Lost("memory that was written to past torch's operations", unwritten=True)
 
@@ -21,9 +22,13 @@ class Op:
         arguments: By the names of the schema, defaults included.
         result: What it returned.
         state: Whose a tensor's elements were before it ran.
+        source: What a tensor's values follow from; see :mod:`opacus.core.record.trail.memory`.
+
+    Attributes:
+        chosen: Whether values that may be others the next time have moved elements of units.
     """
 
-    __slots__ = ("arguments", "name", "result", "state")
+    __slots__ = ("arguments", "chosen", "name", "result", "source", "state")
 
     def __init__(
         self,
@@ -31,11 +36,14 @@ class Op:
         arguments: dict[str, Any],
         result: Any,
         state: Callable[[Tensor], State],
+        source: Callable[[Tensor], int],
     ) -> None:
         self.name = name
         self.arguments = arguments
         self.result = result
         self.state = state
+        self.source = source
+        self.chosen = False
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -78,8 +86,10 @@ class Op:
         return state
 
     def tracked(self, tensor: Any) -> bool:
-        """Whether the values of a tensor depend on the units' data."""
-        return isinstance(tensor, Tensor) and self.state(tensor) is not None
+        """Whether the values of a tensor, which say where elements go, depend on units' data."""
+        source = self.source(tensor) if isinstance(tensor, Tensor) else 0
+        self.chosen |= source == OUTSIDE
+        return source == DATA
 
 
 class EndedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from opacus.core.record.trail.labels import (
     expanded,
     lifted,
     same_device,
+    varies,
 )  # fmt: skip
 from opacus.core.record.trail.memory import FULL_ELEMENTS, TOO_LARGE
 from opacus.core.record.trail.moves import by_dimension
@@ -33,8 +35,8 @@ def _index_put(op: Op) -> State:
         by_dim = dict(zip(dims, some, strict=True))
         return torch.ops.aten.index.Tensor(line, [by_dim.get(d) for d in range(line.dim())])
 
-    tracked = any(op.tracked(i) for i in op["indices"] if i is not None)
-    return _put(op, op["values"], dims, places, adds=bool(op["accumulate"]), tracked=tracked)
+    given = [i for i in op["indices"] if i is not None]
+    return _put(op, op["values"], dims, places, adds=bool(op["accumulate"]), indices=given)
 
 
 def _index_add(op: Op) -> State:
@@ -53,7 +55,7 @@ def _along(op: Op, source: Tensor, *, adds: bool) -> State:
         index_here, line = same_device([index, line])
         return line.index_select(dim, index_here)
 
-    return _put(op, source, [dim], places, adds=adds, tracked=op.tracked(index))
+    return _put(op, source, [dim], places, adds=adds, indices=[index])
 
 
 def _scatter(op: Op) -> State:
@@ -72,8 +74,7 @@ def _scatter(op: Op) -> State:
 
     adds = op.name != "scatter" or op.get("reduce") is not None
     dims = [d for d in range(index.dim()) if d not in thin]
-    tracked = op.tracked(index)
-    return _put(op, source, dims, places, adds=adds, tracked=tracked, part=index.shape)
+    return _put(op, source, dims, places, adds=adds, indices=[index], part=index.shape)
 
 
 def _put(
@@ -83,7 +84,7 @@ def _put(
     places: Callable[[Tensor], Tensor],
     *,
     adds: bool,
-    tracked: bool,
+    indices: Sequence[Tensor],
     part: Sequence[int] | None = None,
 ) -> State:
     """What a tensor is after the source's elements were written, or added, to some places.
@@ -95,7 +96,7 @@ def _put(
         places: Picks from a tensor, of the tensor's shape but for dimensions of size 1 that are
             not in ``dims``, what is written to, in the shape of the source.
         adds: Whether elements are added to those that are there.
-        tracked: Whether values say where they are written to.
+        indices: Their values say where it is written to.
         part: How much of the source is written, if not all.
     """
     before, written = op.state(op["self"]), op.state(source)
@@ -117,8 +118,10 @@ def _put(
     whole, at, values = same_device([whole, at, values.expand(at.shape)])
     flat, at, values = whole.reshape(-1), at.reshape(-1), values.reshape(-1)
     merged = _added(flat, at, values, (written, before)) if adds else flat.index_put((at,), values)
-    moved = written.moved or tracked or (isinstance(before, Labels) and before.moved)
-    return Labels(compact(merged.view(whole.shape)), written.assumed, moved)
+    result = Labels(compact(merged.view(whole.shape)), written.assumed)
+    placed = any(varies(result, d) for d in dims) and any([op.tracked(i) for i in indices])
+    moved = placed or written.moved or (isinstance(before, Labels) and before.moved)
+    return replace(result, moved=moved)
 
 
 def _first(ids: Tensor, part: Sequence[int] | None) -> Tensor:

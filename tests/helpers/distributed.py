@@ -46,6 +46,13 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
 ]
+
+
+def preload(*modules: str) -> None:
+    """Has the server import these too; call it where a test module begins, before any test runs."""
+    PRELOADED.extend(name for name in modules if name not in PRELOADED)
+
+
 # Longest time from one call of `progress` to the next.
 STALL = 50.0
 # A rank that waits for a peer which has already failed gets this long before it is ended.

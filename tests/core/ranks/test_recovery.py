@@ -14,7 +14,7 @@ from opacus import PrivacyEngine
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.distributed_utils import DistributedTestError, progress, run_distributed
+from tests.helpers.distributed import DistributedTestError, progress, run_distributed
 
 BLOCKS = 3
 goes_on = pytest.mark.skipif(

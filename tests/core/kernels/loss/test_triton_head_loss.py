@@ -60,7 +60,8 @@ def test_gradients_of_logits(
     sums = lse.detach().float()
     for start in range(0, vocabulary, columns):
         part = logits[:, start : start + columns].contiguous()
-        head_triton.differentiate(part, targets, sums, grads, options, start, vocabulary)
+        smoothing, z_loss = options.smoothing, options.z_loss
+        head_triton.differentiate(part, targets, sums, grads, smoothing, z_loss, start, vocabulary)
         own = want[:, start : start + columns]
         rtol = 1e-2 if dtype != torch.float32 else 1e-4
         torch.testing.assert_close(part.double(), own, rtol=rtol, atol=1e-5)
@@ -71,6 +72,6 @@ def test_a_token_that_counts_for_nothing_may_be_infinite() -> None:
     logits, targets, grads = case(3, 16, torch.float32)
     logits[1] = torch.inf
     head_triton.differentiate(
-        logits, targets, torch.full((3,), 5.0, device=DEVICE), grads, LossOptions(), 0, 16
+        logits, targets, torch.full((3,), 5.0, device=DEVICE), grads, 0.0, 0.0, 0, 16
     )
     assert bool((logits[1] == 0).all()) and bool((logits[0] != 0).all())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import IsolationError, PrivacyEngine
 from opacus.core.isolation.probe import Probe
-from tests.distributed_utils import progress, run_distributed
+from tests.helpers.distributed import progress, run_distributed
 
 MODES = ("ghost_fsdp", "ghost_fsdp_bk")
 # Samples of each rank; of one sample alone there is nothing to compare on a rank.

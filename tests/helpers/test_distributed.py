@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed_utils import DistributedTestError, run_distributed
+from tests.helpers.distributed import DistributedTestError, run_distributed
 
 
 def aborts(rank: int, world_size: int, when: str) -> int:

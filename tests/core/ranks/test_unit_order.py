@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.ranks.meeting import Meetings
 from opacus.core.ranks.unit_order import UnitOrder
-from tests.distributed_utils import DistributedTestError, progress, run_distributed
+from tests.helpers.distributed import DistributedTestError, progress, run_distributed
 
 
 class Branches(nn.Module):

@@ -1,0 +1,171 @@
+"""What is kept of a batch for the clipped sum, and records that wait for their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from opacus.core.kernels.norms.reference import sum_of_squares
+from opacus.core.platform.profiling import each_layer
+from opacus.core.record.record import Record
+from opacus.core.rules.base import pad_rows
+
+
+class Kept:
+    """Per-sample gradients that were formed, and records that are held.
+
+    Attributes:
+        formed: Per-sample gradients ``[B, *shape]`` by parameter name.
+        layers: Names of the layers all of whose gradients are among them.
+        held: Records whose gradients are not.
+        whole: Whether the gradients are those of a lone sample.
+    """
+
+    def __init__(self) -> None:
+        self.formed: dict[str, Tensor] = {}
+        self.layers: set[str] = set()
+        self.held: list[Record] = []
+        self.whole = False
+
+    @each_layer
+    def form(self, record: Record) -> None:
+        """Form a layer's per-sample gradients once and keep them for the clipped sum.
+
+        Rules that re-run the layer need its parameters, which are unsharded only now,
+        and may draw other random numbers when run again: what is summed must be what
+        was measured.
+        """
+        rule = record.layer.rule
+        self.layers.add(record.spec.name)
+        grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
+        for local, grad in record.owned(grads).items():
+            owner = record.layer.owners[local]
+            known = self.formed.get(owner)
+            self.formed[owner] = grad if known is None else add_rows(known, grad)
+
+    def form_light(self, record: Record) -> Record:
+        """Form the light parameters' gradients of a record that is kept for the others.
+
+        Their norms and sums are then taken together with those of all layers, in few launches.
+
+        Returns:
+            The record for the others.
+        """
+        rule, spec, layer = record.layer.rule, record.spec, record.layer
+        if not rule.light or not rule.norm_is_local:
+            return record
+        light, rest = layer.parted(rule.light, spec.params)
+        if not light.params or not rest.params:
+            return record
+        grads = rule.per_sample_grad(light, record.activations, record.backprops)
+        for name, grad in grads.items():
+            self.formed[layer.owners[name]] = grad
+        return record.without(rest)
+
+    def hold(self, records: Sequence[Record]) -> None:
+        """Keep records that were delivered."""
+        for record in records:
+            keep(record)
+        self.held += records
+
+    def add_whole(self, grads: Mapping[str, Tensor]) -> None:
+        """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
+        self.whole = True
+        for owner, grad in grads.items():
+            dense = (grad.to_dense() if grad.is_sparse else grad).unsqueeze(0)
+            known = self.formed.get(owner)
+            self.formed[owner] = dense if known is None else known + dense
+
+    def squares(self, owners: Iterable[str]) -> dict[str, Tensor]:
+        """Squared norms of those of these parameters whose gradients were formed."""
+        return {o: sum_of_squares(self.formed[o]) for o in owners if o in self.formed}
+
+    def take_held(self) -> list[Record]:
+        """The records, for the sum; they are forgotten here.
+
+        Raises:
+            RuntimeError: One of them has been overwritten.
+        """
+        held, self.held = self.held, []
+        for record in held:
+            check_unchanged(record)
+        return held
+
+
+class Queue:
+    """Records that wait for their norm, up to a number of bytes."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.records: list[Record] = []
+        self._budget = budget_bytes
+        self._bytes = 0
+
+    def put(self, record: Record) -> list[Record]:
+        """Let a record wait.
+
+        Returns:
+            The oldest ones that stand alone, for which there is no room any more.
+        """
+        keep(record)
+        self.records.append(record)
+        self._bytes += _bytes_of(record)
+        out: list[Record] = []
+        index = 0
+        while self._budget is not None and self._bytes > self._budget and index < len(self.records):
+            oldest = self.records[index]
+            if oldest.reused or oldest.layer.shared:
+                index += 1
+                continue
+            del self.records[index]
+            self._bytes -= _bytes_of(oldest)
+            check_unchanged(oldest)
+            out.append(oldest)
+        return out
+
+    def empty(self) -> list[Record]:
+        """All of them; none waits any more.
+
+        Raises:
+            RuntimeError: One of them has been overwritten.
+        """
+        records, self.records, self._bytes = self.records, [], 0
+        for record in records:
+            check_unchanged(record)
+        return records
+
+
+def add_rows(known: Tensor, grad: Tensor) -> Tensor:
+    """Sum of two ``[B_k, ...]`` tensors whose rows start at the same sample."""
+    if known.shape[0] == grad.shape[0]:
+        return known + grad
+    rows = max(known.shape[0], grad.shape[0])
+    return pad_rows(known, rows) + pad_rows(grad, rows)
+
+
+def keep(record: Record) -> None:
+    """The record is to be used once the backward pass has gone on."""
+    if record.borrowed:
+        record.hold()
+    record.versions = [t._version for t in record.tensors]
+
+
+def check_unchanged(record: Record) -> None:
+    """Refuse a kept record whose tensors have been overwritten.
+
+    Raises:
+        RuntimeError: Names the layer. What is summed would not be what was measured.
+    """
+    if record.versions is not None and record.versions != [t._version for t in record.tensors]:
+        raise RuntimeError(
+            f"the input or the output gradient of {record.spec} was changed in place after the "
+            "backward pass had come by (by a backward function that overwrites its gradient, or "
+            "hooks that bring saved tensors back to one buffer). Use deferred_norm=False and a "
+            "mode without _bk, in which nothing is kept"
+        )
+
+
+def _bytes_of(record: Record) -> int:
+    """Bytes that the record keeps alive beyond the graph: its backprops."""
+    grads = record.backprops if isinstance(record.backprops, tuple) else (record.backprops,)
+    return sum(g.numel() * g.element_size() for g in grads)

@@ -1,0 +1,154 @@
+"""Norms of records that have waited for each other, in as few calls as can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opacus.core.kernels.norms.reference import sum_of_squares
+from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
+from opacus.core.norms.kept import Kept, add_rows
+from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import CHUNK_ELEMENTS
+from opacus.core.record.record import Record
+from opacus.core.rules.spec import LayerSpec
+
+
+class Book(Protocol):
+    """Where norms go; see :class:`~opacus.core.norms.ledger.NormLedger`."""
+
+    batch: int
+    kept: Kept
+
+    def hold(self, records: Sequence[Record]) -> None:
+        """Keep records for the clipped sum, if there will be no second backward pass."""
+
+    def settle(
+        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
+    ) -> None:
+        """Norms of layers that stand alone."""
+
+    def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
+        """The squared norms of a layer, by local name."""
+
+    def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
+        """Those of parameters of several layers or uses, by name in the model."""
+
+
+class Together:
+    """Settles what has waited.
+
+    Args:
+        book: Where norms go.
+    """
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+
+    def settle(self, waiting: Sequence[Record]) -> None:
+        """Norms of all records that waited."""
+        shared = [r for r in waiting if r.layer.shared]
+        layers = by_layer(r for r in waiting if not r.layer.shared)
+        alone = [uses[0] for uses in layers if len(uses) == 1]
+        for records in by_shape(self._sharing(self._small(alone))):
+            self.book.settle(records, self._stacked)
+        for uses in layers:
+            if len(uses) > 1:
+                self._uses(uses)
+        if shared:
+            self._shared(shared)
+
+    def _small(self, records: list[Record]) -> list[Record]:
+        """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
+        groups, left = small_by_rule(records)
+        for group in groups:
+            rule = group[0].layer.rule
+            uses = [(r.spec, r.activations, r.backprops) for r in group]
+            norms = rule.norm_sq_of_many(uses) if len(group) > 1 else None
+            if norms is None:
+                left += group
+                continue
+            self.book.hold(group)
+            self._take(group, norms)
+        return left
+
+    def _sharing(self, records: Sequence[Record]) -> list[Record]:
+        """Layers that read one input (query, key, value), a group at a time; returns the rest."""
+        left: list[Record] = []
+        for group in by_input(records):
+            if len(group) == 1:
+                left += group
+            else:
+                self.book.settle(group, self._of_one_input)
+        return left
+
+    def _of_one_input(self, records: Sequence[Record]) -> None:
+        uses = [(r.spec, r.activations, r.backprops) for r in records]
+        self._take(records, records[0].layer.rule.norm_sq_of_one_input(uses))
+
+    def _take(self, records: Sequence[Record], norms: Sequence[dict[str, Tensor]]) -> None:
+        for record, values in zip(records, norms, strict=True):
+            self.book.take(record, values)
+
+    def _stacked(self, records: Sequence[Record]) -> None:
+        """Records of different layers but equal shape, in one call."""
+        first, rows = records[0], records[0].batch
+        activations, backprops = first.activations, first.backprops
+        if len(records) > 1:
+            tensors = zip(*(r.activations for r in records), strict=True)
+            activations = tuple(torch.cat(several) for several in tensors)
+            backprops = torch.cat([r.backprops for r in records])
+        norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)
+        for index, record in enumerate(records):
+            own = slice(index * rows, (index + 1) * rows) if len(records) > 1 else slice(None)
+            self.book.take(record, {name: value[own] for name, value in norm_sq.items()})
+
+    @each_layer
+    def _uses(self, records: Sequence[Record]) -> None:
+        """Several uses of one layer: the norm of the sum of their gradients."""
+        first = records[0]
+        rule = first.layer.rule
+        joined = rule.join(first.spec, [(r.activations, r.backprops) for r in records])
+        if joined is None:
+            return self._shared(records)
+        self.book.hold(records)
+        self.book.take(first, rule.norm_sq(first.spec, *joined))
+
+    @each_layer
+    def _shared(self, records: Sequence[Record]) -> None:
+        """Parameters with several layers or uses: sum the per-sample gradients first."""
+        self.book.hold(records)
+        largest = max((_largest_parameter(r.spec) for r in records), default=1)
+        rows, batch = max(1, CHUNK_ELEMENTS // max(1, largest)), self.book.batch
+        parts: dict[str, list[Tensor]] = {}
+        for start in range(0, max(1, batch), rows):  # once for an empty batch
+            for name, grad in self._summed(records, start, min(start + rows, batch)).items():
+                parts.setdefault(name, []).append(sum_of_squares(grad))
+        self.book.take_summed(records, {name: torch.cat(v) for name, v in parts.items()})
+
+    def _summed(self, records: Sequence[Record], start: int, stop: int) -> dict[str, Tensor]:
+        formed = self.book.kept.formed
+        owners = {owner for r in records for owner in r.layer.owners.values()}
+        total = {o: formed[o][start:stop] for o in owners & formed.keys()}
+        for record in records:
+            for local, grad in _per_sample_grad(record, start, stop).items():
+                owner = record.layer.owners[local]
+                total[owner] = add_rows(total[owner], grad) if owner in total else grad
+        return total
+
+
+def _per_sample_grad(record: Record, start: int, stop: int) -> dict[str, Tensor]:
+    rule = record.layer.rule
+    some = rule.cut(record.activations, record.backprops, start, stop)
+    if some is not None:
+        return rule.per_sample_grad(record.spec, *some)
+    grads = rule.per_sample_grad(record.spec, record.activations, record.backprops)
+    return {name: grad[start:stop] for name, grad in grads.items()}
+
+
+def _largest_parameter(spec: LayerSpec) -> int:
+    return max((math.prod(spec.shapes[name]) for name in spec.params), default=1)

@@ -1,0 +1,118 @@
+"""The forward passes of a model: which one runs, and which wait for their backward.
+
+Note [Forward passes and generations]
+    The rows of one forward call belong together. If a second forward starts while the
+    first still waits for its backward, both are of one generation: their records
+    describe the same batch rows (weight sharing across calls). Outputs that never get a
+    backward do not wait once that of others has begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from opacus.core.record.named import NamedUnits
+from opacus.core.record.provenance import batch_of, possible_batches
+from opacus.core.record.record import ForwardPass, Generation
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """See Note [Forward passes and generations].
+
+    Args:
+        dim: Dimension of the model's inputs that counts samples.
+
+    Attributes:
+        current: The call of the model that runs.
+        generation: The latest one.
+        latest_batch: Number of samples of the latest call, where its inputs tell.
+        named: Units of the latest batch, if the user names them.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.current: ForwardPass | None = None
+        self.generation = Generation()
+        self.latest_batch: int | None = None
+        self.named: NamedUnits | None = None
+        self._sizes: frozenset[int] = frozenset()
+        self._warned_of_joining = False
+
+    def name_units(self, named: NamedUnits | None) -> None:
+        """Whose rows the next batch has, by the user's names; ``None``: row i is unit i."""
+        self.named = named
+
+    def begin(self, inputs: tuple[Any, Any]) -> ForwardPass:
+        """The model is called with these arguments."""
+        if self.generation.begun or not self.generation.waiting:
+            self.generation = Generation()
+        batch = self.latest_batch = batch_of(inputs, self.dim)
+        self._sizes = possible_batches(inputs, self.dim)
+        named = self.named if batch != 0 else None
+        if named is not None:
+            self._sizes = frozenset()
+        self.current = ForwardPass(self.generation, batch, self._sizes, named=named)
+        self.generation.calls.add(self.current)
+        return self.current
+
+    @property
+    def told(self) -> int | None:
+        """Number of samples of the latest call, if its inputs leave no doubt."""
+        batch = self.latest_batch
+        return batch if batch is not None and self._sizes <= {batch, 1} else None
+
+    def end(self) -> ForwardPass | None:
+        """The call has ended, or failed; returns it."""
+        ended, self.current = self.current, None
+        return ended
+
+    def outside(self, *, in_backward: bool, recomputed: bool) -> ForwardPass:
+        """What a layer belongs to that is called outside of the model's forward.
+
+        Args:
+            in_backward: Whether a backward pass of ours runs.
+            recomputed: Whether a checkpoint runs the layer again.
+        """
+        if not self.generation.waiting and not in_backward:
+            self.generation = Generation()
+        sizes = self._sizes if recomputed else frozenset()
+        return ForwardPass(self.generation, sizes=sizes, named=self.named)
+
+    def join(self, forward_pass: ForwardPass) -> None:
+        """A backward pass reaches one of several calls of a generation."""
+        if forward_pass.generation.join(forward_pass) < 2 or self._warned_of_joining:
+            return
+        self._warned_of_joining = True
+        logger.warning(
+            "Losses of several forward passes are summed before one backward pass: row i of each "
+            "batch is taken to be the same sample (two views of it, say) and clipped as one. If "
+            "they are different samples, call the model once on all of them, or backward() and "
+            "step() for each batch."
+        )
+
+    @property
+    def uses(self) -> list[str]:
+        """Names of the layers that ran over the latest batch rows, in the order of first use."""
+        return list(self.generation.uses)
+
+    def waiting_batches(self) -> list[int]:
+        """Samples of each forward pass of this generation that waits for its backward."""
+        passes = {use.forward_pass for use in self.generation.waiting}
+        return [one.batch for one in passes if one.batch is not None]
+
+    def samples_are_told(self) -> None:
+        """The number of samples comes from the user: what waits need not have the inputs'."""
+        self._sizes = frozenset()
+        for use in self.generation.waiting:
+            use.forward_pass.sizes = frozenset()
+
+    def forget(self) -> None:
+        """Drop what is known of earlier forward passes; later ones start afresh."""
+        self.current = None
+        self.generation = Generation()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "current": None, "generation": Generation()}

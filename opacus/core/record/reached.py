@@ -1,0 +1,86 @@
+"""Which forward pass a backward pass has come to, for layers that a checkpoint computes again.
+
+Note [Compiled blocks in checkpoints]
+    A checkpoint drops what a compiled graph saves, the number of each layer's use too, and runs the
+    graph again in the backward pass. Which forward pass it is part of then comes from the
+    model's outputs: hooks on them are called before anything behind them is computed again. All
+    else that a use has is found as it was in the forward pass. The hooks also keep the
+    forward pass among those that wait for their backward, as long as its graph lives.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.record.record import ForwardPass
+from opacus.core.rules.spec import LayerSpec
+
+
+class CompiledPass:
+    """A forward pass with layers in compiled graphs, until its graph is gone."""
+
+    __slots__ = ("__weakref__", "forward_pass")
+
+    def __init__(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass = forward_pass
+
+
+class Reached:
+    """Notes forward passes with compiled layers, and finds them again in the backward pass."""
+
+    def __init__(self) -> None:
+        self._running: CompiledPass | None = None
+        self._backward = -1
+        self._passes: list[ForwardPass] = []
+
+    def note(self, forward_pass: ForwardPass) -> None:
+        """A layer has run in a compiled graph, in this call of the model."""
+        if self._running is None or self._running.forward_pass is not forward_pass:
+            self._running = CompiledPass(forward_pass)
+            forward_pass.generation.waiting.add(self._running)
+
+    def end(self, output: Any) -> None:
+        """The call has ended, with this output; ``None`` if it failed."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._reach, running))
+
+    def _reach(self, compiled: CompiledPass, grad: Tensor) -> None:
+        own, number = compiled.forward_pass, number_of_backward()
+        own.generation.waiting.discard(compiled)
+        own.generation.begun = True
+        if number != self._backward:
+            self._backward, self._passes = number, []
+        if own not in self._passes:
+            self._passes.append(own)
+
+    def now(self, spec: LayerSpec) -> ForwardPass:
+        """The forward pass that the running backward pass computes a layer of again.
+
+        Raises:
+            RuntimeError: It is not known.
+        """
+        passes = self._passes if number_of_backward() == self._backward else []
+        if len(passes) == 1 and spec.name in passes[0].generation.uses:
+            return passes[0]
+        several = "several forward passes are in one backward pass"
+        raise RuntimeError(
+            f"{spec} is computed again by an activation checkpoint, in a compiled graph, and of "
+            f"which call of the model is not known ({several if len(passes) > 1 else _WHY}): use "
+            "checkpoint(..., use_reentrant=False) and a loss of the model's outputs, with one "
+            "backward pass for each call"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_running": None, "_backward": -1, "_passes": []}
+
+
+_WHY = "the checkpoint is reentrant, or the loss is of something else than the model's outputs"

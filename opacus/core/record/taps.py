@@ -1,0 +1,269 @@
+"""What happens at each use of a layer: the tap on its output, and the record of its backward.
+
+Note [How a layer is tapped]
+    A forward hook sends the layer's output through :class:`~opacus.core.record.tap.Tap`, an
+    identity whose backward receives the gradient with respect to that output. The layer's
+    inputs are kept as the tap's *saved tensors*, so that activation checkpointing
+    and offloading treat them like any other saved tensor, an in-place change of
+    them raises, and nothing outlives the graph. The tap's result aliases the
+    output without being a view of it for autograd: in-place operations that follow
+    are differentiated as usual and do not disturb what the tap sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.record.compiled import compiled_taps_from_environment
+from opacus.core.record.head_loss import HEAD_USE, HeadUse
+from opacus.core.record.layers import Layer
+from opacus.core.record.passes import Passes
+from opacus.core.record.reached import Reached
+from opacus.core.record.record import ForwardPass, Record, Use, record_of, rows_of
+from opacus.core.record.regroup import record_by_unit
+from opacus.core.record.tap import ANCHOR, Tap, differentiable, tap_one
+from opacus.core.record.whole import LoneSample, only_whole
+from opacus.core.record.whose import WhoseRows
+from opacus.core.rules.spec import LayerSpec
+
+
+class Taps:
+    """Taps uses of layers, and hands a :class:`Record` to ``sink`` for each backward of one.
+
+    Args:
+        layers: The layers to tap.
+        sink: Called in the backward pass, without gradient tracking.
+        batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
+        dim: That of the model's inputs.
+        sharded: Whether FSDP2 may take weights away while records are kept.
+
+    Attributes:
+        enabled: Whether layers are tapped at all.
+        in_backward: Whether a backward pass of ours runs: layers in it are computed again.
+        bare: Whether layers run without taps now, on a lone sample.
+        lone: Runs the model so, if that is possible.
+        losses: Number of losses of the backward pass that runs, where it is known.
+        probed: Whether the model runs on the side, to check it.
+        taps_in_graphs: Whether compiled graphs contain taps, or end at each layer.
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        sink: Callable[[Record], None],
+        *,
+        batch_first: bool,
+        dim: int,
+        sharded: bool,
+    ) -> None:
+        self.layers = layers
+        self.sink = sink
+        self.batch_first = batch_first
+        self.enabled = True
+        self.in_backward = self.bare = self.probed = False
+        self.losses: int | None = None
+        self.lone: LoneSample | None = None
+        self.taps_in_graphs = compiled_taps_from_environment()
+        self.whose = WhoseRows(layer.spec for layer in layers)
+        self.reached = Reached()
+        self.passes = Passes(dim)
+        self._sharded = sharded
+
+    def send_to(self, sink: Callable[[Record], None]) -> None:
+        """From now on records go there."""
+        self.sink = sink
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run modules without recording, as rules that re-run a layer do."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    # --- forward ---
+
+    def active(self, module: nn.Module) -> bool:
+        """Whether the layer is tapped if it runs now."""
+        if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
+            return False
+        if self.lone is None or self.in_backward or self.passes.current is not None:
+            return True
+        # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
+        return number_of_backward() < 0 or not self.only_lone_samples_wait()
+
+    def only_lone_samples_wait(self) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        alive = self.lone is not None and bool(self.lone.alive)
+        return alive and only_whole(self.passes.generation.waiting)
+
+    def tap(
+        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
+    ) -> Any:
+        """Send ``output`` through a tap; returns what the layer's caller gets.
+
+        ``spec`` is that of the parameters that are trainable now, where it is known.
+        """
+        spec = layer.trainable_now() if spec is None else spec
+        if not spec.params:
+            return output
+        if not (len(args) == 1 and not kwargs and type(args[0]) is type(output) is Tensor):
+            return self._tap_many(layer, spec, args, kwargs, output)
+        x: Tensor = args[0]  # what most layers do: one tensor in, one out
+        if not output.is_floating_point() and not output.is_complex():
+            return output
+        if not x.is_floating_point():
+            self._look_up(spec, x)
+        dim, loss = self.batch_dim(layer, output.dim()), getattr(output, HEAD_USE, None)
+        own = layer if loss is None else loss.layer(layer, spec, dim)
+        use = Use(self, own, spec, self.forward_pass(), dim)
+        one = use.forward_pass
+        known = one.batch != 1 and one.named is None and not self.whose.asked
+        if not known or output.shape[:1] == (1,):
+            (output,) = self._placed(use, [output], [x])
+        if self.in_backward:
+            self._computed_again(use)
+        use.register(output.shape, counted=not self.in_backward)
+        if isinstance(loss, HeadUse):
+            return loss.tap(use, output)
+        return tap_one(ANCHOR, use, output, x)
+
+    def _tap_many(self, layer: Layer, spec: LayerSpec, args: Any, kwargs: Any, output: Any) -> Any:
+        """:meth:`tap` of a layer with several inputs or outputs."""
+        outputs, out_tree = tree_flatten(output)
+        picked = [i for i, o in enumerate(outputs) if differentiable(o)]
+        if not picked:
+            raise RuntimeError(
+                f"{spec} returned {type(output).__name__}, in which no tensor was found, so its "
+                "parameters could not be trained: let it return tensors, or a tuple, list or dict "
+                "of them, or freeze it"
+            )
+        inputs, in_tree = tree_flatten((args, kwargs))
+        tensors = [i for i in inputs if isinstance(i, Tensor)]
+        for tensor in tensors:
+            if type(tensor) is Tensor and not tensor.is_floating_point():
+                self._look_up(spec, tensor)
+        dim = self.batch_dim(layer, outputs[picked[0]].dim())
+        use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
+        picked_outputs = self._placed(use, [outputs[i] for i in picked], tensors)
+        if self.in_backward:
+            self._computed_again(use)
+        use.register(picked_outputs[0].shape, counted=not self.in_backward)
+        tapped = Tap.apply(ANCHOR, use, len(picked), *picked_outputs, *tensors)
+        for index, tensor in zip(picked, tapped, strict=True):
+            outputs[index] = tensor
+        return tree_unflatten(outputs, out_tree)
+
+    def _computed_again(self, use: Use) -> None:
+        """A checkpoint runs a layer in a backward pass of ours."""
+        name, generation = use.spec.name, self.passes.generation
+        if self.lone is not None and name not in generation.uses:
+            self.lone.rule_out("reentrant checkpoints hide the forward pass")
+        generation.recomputed.add(name)
+
+    def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
+        """Check a table's indices, where it runs first: reentrant checkpoints record later."""
+        if not self.in_backward or spec.name not in self.passes.generation.uses:
+            self.whose.indices.look_up(spec, indices)
+
+    def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        if use.forward_pass.made_up:
+            return outputs
+        recomputed = self.in_backward or number_of_backward() >= 0
+        return self.whose.place(use, outputs, inputs, recomputed=recomputed)
+
+    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
+        """Refuse a layer whose rows are found not to be samples."""
+        first = tree_leaves(tapped)[0]
+        if self.batch_dim(layer, first.dim()) == 0:
+            self.whose.indices.ran(layer.spec, inputs, first)
+
+    def note_rows(self, layer: Layer, output: Any) -> None:
+        """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        hidden = self.enabled and layer.module.training and not (self.in_backward or self.bare)
+        if hidden and not torch.is_grad_enabled():
+            dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
+            self.whose.note_hidden(layer, output, self.batch_dim(layer, dims))
+        current = self.passes.current
+        if current is None or not self.bare or not layer.trainable_now().params:
+            return
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        if first is not None and first.dim():
+            dim = self.batch_dim(layer, first.dim())
+            current.saw(layer.spec.name, rows_of(first.shape, dim))
+
+    def forward_pass(self) -> ForwardPass:
+        """The call of the model that runs; outside of it, one of its own."""
+        if self.passes.current is not None:
+            return self.passes.current
+        again = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
+        return self.passes.outside(in_backward=self.in_backward, recomputed=again)
+
+    def batch_dim(self, layer: Layer, output_dims: int) -> int:
+        """Dimension of a layer's inputs and outputs that counts samples.
+
+        In a time-major model a layer may see ``[B, H]`` too: its head, say.
+        """
+        own = layer.batch_first
+        if own is not None:
+            return 0 if own else 1
+        lone = layer.features is not None and output_dims - layer.features < 2
+        return 0 if self.batch_first or lone else 1
+
+    # --- backward ---
+
+    def deliver(
+        self,
+        use: Use,
+        tensors: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """Build the record of one use and hand it to the sink.
+
+        Raises:
+            RuntimeError: The gradient is to be differentiated again, in which parameters take
+                part past the taps.
+            ValueError: The layer's rows are of no sample, and get a gradient.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a gradient through {use.spec} is taken with create_graph=True, of the private "
+                "model in train mode. What a second backward pass (of a gradient penalty, say) "
+                "asks of the parameters cannot be clipped here. Use grad_sample_mode='no_op' and "
+                "form per-sample gradients by torch.func (vmap of grad), or call disable_hooks() "
+                "or eval() before the forward pass if parameters do not learn from it"
+            )
+        if use.refusal is not None:
+            raise ValueError(f"{use.refusal}. Nothing of this batch was added to the model")
+        if use.reached():
+            self.passes.join(use.forward_pass)
+        # FSDP2 takes the weight away again, which such a rule is given.
+        borrowed = borrowed or (self._sharded and use.layer.rule.as_given)
+        forward_pass = use.forward_pass
+        # One input may hold several samples, in a list, say: then the losses tell.
+        one = forward_pass.batch == 1 and forward_pass.named is None
+        told = one and self.losses not in (None, 1)
+        if use.units is not None and not told:
+            with self.paused():  # some rules run the layer again
+                record = record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
+        else:
+            # All rows of another use are the one sample's, too (DoRA runs an adapter on an
+            # identity).
+            rows = 0 if one and not told else forward_pass.rows.get(use.spec.name, 0)
+            record = record_of(use, tensors, grads, rows, borrowed=borrowed)
+            if self.whose.repeats.open:
+                backprops = record.backprops
+                first = backprops[0] if isinstance(backprops, tuple) else backprops
+                self.whose.repeats.received(use.spec, first, use.repeated)
+        if self.enabled:
+            self.sink(record)

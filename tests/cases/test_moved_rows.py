@@ -1,0 +1,224 @@
+"""Rows that are moved as values say: those of the data, of Python, of a generator or a counter.
+
+Each model runs on several batches of one structure, so that what was found out in an earlier pass
+is not taken for the truth in a later one. Against one sample at a time, by plain autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opacus.core.record.trail import answers
+from tests.helpers.units import CLIP, assert_right, clipped_sum, private, step
+
+B, T, D = 6, 4, 5
+MODES = ["hooks", "ghost", "ghost_bk"]
+
+
+class Net(nn.Module):
+    """``use`` may move rows before and after the layers ``a`` and ``b``."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.calls, self.use = 0, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.use(self, x).flatten(1, -2).mean(1))
+
+
+def in_order_of(net: Any, x: Tensor, order: Tensor) -> Tensor:
+    return net.a(x[order]).tanh()[order.argsort()]
+
+
+def of_randperm(net: Any, x: Tensor) -> Tensor:
+    return in_order_of(net, x, torch.randperm(len(x)))
+
+
+def of_python(net: Any, x: Tensor) -> Tensor:
+    return in_order_of(net, x, torch.tensor(random.sample(range(len(x)), len(x))))
+
+
+def of_numpy(net: Any, x: Tensor) -> Tensor:
+    norms = x.detach().flatten(1).norm(dim=1).numpy()
+    return in_order_of(net, x, torch.from_numpy(np.argsort(norms)))
+
+
+def of_lists(net: Any, x: Tensor) -> Tensor:
+    norms = x.detach().flatten(1).norm(dim=1).tolist()
+    order = sorted(range(len(norms)), key=norms.__getitem__)
+    rows = net.a(torch.cat([x[i : i + 1] for i in order])).tanh()
+    return torch.cat([rows[order.index(i)][None] for i in range(len(x))])
+
+
+def of_one_hot(net: Any, x: Tensor) -> Tensor:
+    """One token of each sample, in the order of their places: as many of each sample."""
+    chosen = F.one_hot(x.detach()[:, :, 0].argmax(1), T)
+    place, sample = chosen.T.nonzero().unbind(1)
+    rows = net.a(x[sample, place]).tanh()
+    return torch.zeros_like(rows).index_copy(0, sample, rows)[:, None]
+
+
+def of_a_mask_that_is_written(net: Any, x: Tensor) -> Tensor:
+    chosen = torch.zeros(len(x), T, dtype=torch.bool)
+    chosen[torch.arange(len(x)), x.detach()[:, :, 0].argmax(1)] = True
+    place, sample = chosen.T.nonzero().unbind(1)
+    rows = net.a(x[sample, place]).tanh()
+    return torch.zeros_like(rows).index_copy(0, sample, rows)[:, None]
+
+
+def if_needed(net: Any, x: Tensor) -> Tensor:
+    norms = x.detach().flatten(1).norm(dim=1)
+    if bool((norms.diff() >= 0).all()):
+        return net.a(x).tanh()
+    return in_order_of(net, x, norms.argsort())
+
+
+def each_second_time(net: Any, x: Tensor) -> Tensor:
+    return net.a(x.flip(0)).tanh().flip(0) if net.calls % 2 else net.a(x).tanh()
+
+
+def experts(net: Any, x: Tensor) -> Tensor:
+    """Two experts of each token, as transformers routes them to layers of their own."""
+    flat = x.reshape(-1, D)
+    weights, chosen = net.head(flat).softmax(-1).topk(2, -1)
+    masks = F.one_hot(chosen, 3).permute(2, 1, 0)
+    out = torch.zeros_like(flat)
+    for expert, mask in zip((net.a, net.b, net.a), masks, strict=True):
+        number, token = torch.where(mask)
+        rows = expert(flat[None, token].reshape(-1, D)).tanh()
+        out.index_add_(0, token, rows * weights[token, number, None])
+    return out.view(x.shape)
+
+
+# Some samples may have nothing of what is taken: rows of zeros stand in for them.
+
+
+def some_tokens(net: Any, x: Tensor) -> Tensor:
+    kept = x.detach()[:, :, 0] > 1.0
+    out = torch.zeros_like(x)
+    out[kept] = net.a(x[kept]).tanh()
+    return out
+
+
+def some_tokens_in_one_line(net: Any, x: Tensor) -> Tensor:
+    return net.b(some_tokens(net, x).reshape(-1, D)).view(x.shape)
+
+
+def some_tokens_time_first(net: Any, x: Tensor) -> Tensor:
+    turned = x.transpose(0, 1)
+    kept = turned.detach()[:, :, 0] > 1.0
+    out = torch.zeros_like(turned)
+    out[kept] = net.a(turned[kept]).tanh()
+    return net.b(out).transpose(0, 1)
+
+
+USES = [
+    of_randperm, of_python, of_numpy, of_lists, of_one_hot, of_a_mask_that_is_written, experts,
+    some_tokens, some_tokens_in_one_line, some_tokens_time_first,
+]  # fmt: skip
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Samples in the order of their size first, later in others."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(B, generator=generator) if seed else torch.arange(B)
+    x = torch.randn(B, T, D, generator=generator).sign() * torch.rand(B, T, D, generator=generator)
+    return (x * torch.logspace(-0.5, 1.0, B)[:, None, None])[order], torch.arange(B) % 3
+
+
+def error_of(made: Any, model: nn.Module, seed: int) -> None:
+    x, y = batch(seed)
+    want = clipped_sum(copy.deepcopy(model), x, y, list(torch.arange(B)[:, None]))
+    assert_right(step(made, x, y), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use", USES)
+def test_rows_are_followed_in_each_pass(use: Any, mode: str) -> None:
+    model = Net(use)
+    made = private(copy.deepcopy(model), mode, B)
+    for seed in (1, 2, 3):
+        error_of(made, model, seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use", [if_needed, each_second_time])
+def test_a_model_that_goes_on_otherwise_is_found_out(use: Any, mode: str) -> None:
+    """In its second pass, which is followed again; from then on all are."""
+    model = Net(use)
+    made = private(copy.deepcopy(model), mode, B)
+    error_of(made, model, 0)
+    with pytest.warns(UserWarning, match="moves rows in another way"):
+        error_of(made, model, 1)
+    for seed in (2, 3):
+        error_of(made, model, seed)
+
+
+def test_models_that_do_not_are_followed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[int] = []
+    now = 0
+    begin = answers.Trail.__enter__
+    monkeypatch.setattr(
+        answers.Trail, "__enter__", lambda self: (followed.append(now), begin(self))[1]
+    )
+    made = private(Net(lambda net, x: net.a(x.flatten(0, 1)).view(x.shape)), "ghost_bk", B)
+    x, y = batch(0)
+    made[1].isolation = None
+    for number in range(1, 40):
+        now = number
+        step(made, x, y)
+    assert followed == [1, 2, 32]
+
+
+# --- the experts of transformers: one parameter for all of them ---
+
+TEXT = (torch.arange(24).view(4, 6) * 7 % 13, torch.arange(4) % 2)
+
+
+def mixtral(experts: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_labels=2,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=3, pad_token_id=None,
+        experts_implementation=experts,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    with torch.no_grad():  # so that norms differ, and tokens do not all take the same experts
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def of_texts(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids).logits.mean(1)[:, :2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_of_transformers(experts: str, mode: str) -> None:
+    exact = mixtral("eager").double()
+    wanted, norms = [torch.zeros_like(p) for p in exact.parameters()], []
+    for row in range(4):
+        loss = F.cross_entropy(of_texts(exact, TEXT[0][row : row + 1]), TEXT[1][row : row + 1])
+        grads = torch.autograd.grad(loss, list(exact.parameters()), materialize_grads=True)
+        norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+        wanted = [w + g * min(1.0, CLIP / norms[-1]) for w, g in zip(wanted, grads, strict=True)]
+    assert min(norms) > 2 * CLIP
+    model, optimizer, criterion, _ = private(mixtral(experts), mode, 4)
+    optimizer.zero_grad()
+    criterion(of_texts(model, TEXT[0]), TEXT[1]).backward()
+    optimizer.step()
+    assert_right([p.grad for p in model.parameters()], wanted)

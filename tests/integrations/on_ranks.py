@@ -1,0 +1,24 @@
+"""Trainers on several ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+WAYS = {"ddp": {}, "wrapped": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """What torchrun sets; the process group is there already."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599",
+    }  # fmt: skip
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Unsharded parameters."""
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    return {n: p.detach().clone() for n, p in full.items()}
