@@ -139,8 +139,9 @@ class GhostNorms(GhostSettings):
         return self.per_sample_gradient_norms if found is None else found
 
     def get_clipping_coef(self) -> Tensor:
-        """``[B]`` factors ``min(1, C / (norm + 1e-6))``; 0 where the norm is not finite."""
-        return clip_flat(self.get_norm_sample(), self._privacy.sensitivity).factors
+        """``[B]`` clipping factors; 0 where the norm is not finite."""
+        norms, privacy = self.get_norm_sample(), self._privacy
+        return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Say which parameter each of the per-layer clipping norms belongs to."""

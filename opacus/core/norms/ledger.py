@@ -24,6 +24,10 @@ class Storage(Protocol):
     def stores(self, record: Record) -> bool:
         """Whether its per-sample gradients are kept (else the record is)."""
 
+    @property
+    def limited(self) -> bool:
+        """Whether blocks may be left to a replay."""
+
     def replays(self, record: Record) -> Visit | None:
         """The run of its block that is repeated, so that nothing of it is kept."""
 
@@ -118,7 +122,11 @@ class NormLedger:
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         if self._queue.records:
-            Together(self).settle(self._queue.empty())
+            waiting = self._queue.empty()
+            for record in waiting:  # a layer's gradients are formed in all uses, or in none
+                if record.spec.name in self.kept.layers:
+                    self.kept.form(record)
+            Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
         norms = sums_of_squares([formed[owner] for owner in left])
@@ -143,7 +151,8 @@ class NormLedger:
         """
         kept = self.kept
         if self.planner is not None:
-            records = [r for r in records if not self._left_to_a_replay(r)]
+            if self.planner.limited:
+                records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
                     kept.form(record)

@@ -114,11 +114,9 @@ class OnePass(Ghost):
         finally:
             self._again, self.phase = None, Phase.IDLE
 
-    def _take(self, record: Record) -> None:
+    def _weigh(self, record: Record) -> None:
         if self._again is not None:
             self._again(record)
-        else:
-            super()._take(record)
 
     def limit_memory(self, model: nn.Module) -> None:
         """A budget has been set or taken away: blocks may have to run again, or not any more."""

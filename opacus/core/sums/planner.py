@@ -94,6 +94,11 @@ class Planner:
         if self.blocks is not None:
             self.blocks.start()
 
+    @property
+    def limited(self) -> bool:
+        """Whether blocks may have to run again."""
+        return self.blocks is not None
+
     def replays(self, record: Record) -> Visit | None:
         """The visit of a block that is run again, so that nothing of ``record`` is held.
 

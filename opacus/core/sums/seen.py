@@ -157,6 +157,8 @@ def _row_norms(tensor: Any, rows: int) -> Tensor:
     if not local.is_floating_point():
         local = local.float()  # indices
     whole = len(local) != rows  # split along the samples
+    if local.dim() == 1:
+        local = local[:, None]
     dims = range(0 if whole else 1, local.dim())
     norms = torch.linalg.vector_norm(local, dim=tuple(dims), dtype=wide_dtype(local))
     return norms.expand(rows) if whole else norms

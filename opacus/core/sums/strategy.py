@@ -118,12 +118,18 @@ class Ghost:
             self._take(record)
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.NORMS:
-            assert self.ledger is not None
-            if record.forward_pass is not None:
-                self._passes.add(record.forward_pass)
-            check_sizes(record)
-            self.ledger.add(record)
+        if self.phase is Phase.SUM:
+            self._weigh(record)
+            return
+        assert self.ledger is not None
+        if record.forward_pass is not None:
+            self._passes.add(record.forward_pass)
+        check_sizes(record)
+        self.ledger.add(record)
+
+    def _weigh(self, record: Record) -> None:
+        """A layer's backward runs again for the sum."""
+        raise NotImplementedError
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
@@ -309,10 +315,9 @@ class TwoPass(Ghost):
     _seen: Seen
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.SUM:
-            self._add_gradient(record)
-            return
         super()._take(record)
+        if self.phase is Phase.SUM:
+            return
         ledger = self.ledger
         if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
@@ -338,7 +343,7 @@ class TwoPass(Ghost):
             self._seen = Seen()
 
     @each_layer
-    def _add_gradient(self, record: Record) -> None:
+    def _weigh(self, record: Record) -> None:
         for name, grad in self._weighted(record).items():
             parameter = record.layer.parameter(name)
             assert parameter is not None

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
+from opacus.core.norms.kept import check_unchanged
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.sums.weighting import Weighting
@@ -101,6 +102,7 @@ class KeptSums:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
+            check_unchanged(record)
             self._grads[id(record)] = self.weighting.sums(record)
         grads = self._grads[id(record)]
         first, *rest = [grads.pop(name) for name in names]
