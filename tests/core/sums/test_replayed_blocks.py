@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,3 +147,16 @@ def build_like(model: Net) -> Net:
     other.blocks[3].down.weight = other.blocks[1].down.weight
     other.load_state_dict(model.state_dict())
     return other
+
+
+def test_a_budget_keeps_no_model_alive() -> None:
+    made = private(build(), 0.1)
+    made[0].held_budget = 0
+    step(made)
+    seen = weakref.ref(made[0].blocks[0])
+    copied = copy.deepcopy(made[0])
+    del made
+    assert seen() is None or gc.collect() >= 0  # what torch itself keeps in circles
+    gc.collect()
+    assert seen() is None
+    assert copied._strategy.planner.blocks.found[0].module is copied._module.blocks[0]
