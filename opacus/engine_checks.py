@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
@@ -82,6 +82,16 @@ def check_public_numbers(
             "optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=...)); "
             "each batch must be drawn by Poisson sampling at that rate"
         )
+    given = sample_rate is not None and expected_batch_size is not None
+    if not given and isinstance(getattr(data_loader, "dataset", None), IterableDataset):
+        try:
+            len(data_loader.dataset)
+        except TypeError:
+            raise ValueError(
+                "the data set of data_loader is a stream (IterableDataset) without a length, of "
+                "which a rate and a batch size cannot be derived: use a map-style data set, or "
+                "pass sample_rate= and expected_batch_size= with poisson_sampling=False"
+            ) from None
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate!r}")
     if expected_batch_size is not None and not 0 < expected_batch_size < math.inf:
