@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
@@ -82,6 +82,16 @@ def check_public_numbers(
             "optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=...)); "
             "each batch must be drawn by Poisson sampling at that rate"
         )
+    given = sample_rate is not None and expected_batch_size is not None
+    if not given and isinstance(getattr(data_loader, "dataset", None), IterableDataset):
+        try:
+            len(data_loader.dataset)
+        except TypeError:
+            raise ValueError(
+                "the data set of data_loader is a stream (IterableDataset) without a length, of "
+                "which a rate and a batch size cannot be derived: use a map-style data set, or "
+                "pass sample_rate= and expected_batch_size= with poisson_sampling=False"
+            ) from None
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate!r}")
     if expected_batch_size is not None and not 0 < expected_batch_size < math.inf:
@@ -125,6 +135,8 @@ def check_arguments(settings: Settings) -> None:
         max_grad_norm=max_grad_norm,
         loss_reduction=settings.loss_reduction,
     )
+    if clipping in ("normalised", "psac") and max_grad_norm == math.inf:
+        raise ValueError(f"clipping={clipping!r} needs a finite max_grad_norm, got inf")
     if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
         raise ValueError(
             "max_grad_norm must be one number, or a list with one number for each trainable "
@@ -265,11 +277,24 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     """Refuse predictable noise in secure mode.
 
     Raises:
-        ValueError: Both a generator and secure mode were asked for.
+        ValueError: Both a generator and secure mode were asked for, or a grid that is none.
     """
     if settings.noise_generator is not None and secure_mode:
         raise ValueError(
             "noise_generator makes noise predictable, which secure mode rules out; leave it out"
+        )
+    grid = settings.release_grid
+    if grid is None:
+        return
+    if not 0 < grid <= 1 or math.frexp(grid)[0] != 0.5:
+        raise ValueError(
+            "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
+            f"noise's power of two; got {grid!r}"
+        )
+    if isinstance(settings.module, _OwnDDP | DistributedDataParallel):
+        raise ValueError(
+            "release_grid is not supported with DistributedDataParallel, where the sums of other "
+            "ranks are added after the noise: use FSDP2 or one process"
         )
 
 

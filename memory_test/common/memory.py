@@ -85,7 +85,7 @@ def _backprops_waiting(model: Any) -> list[Tensor]:
     ledger = getattr(getattr(model, "_strategy", None), "ledger", None)
     held = list(ledger.kept.held) if ledger is not None else []
     records = [*(getattr(model, "_deferred_norm_cache", None) or []), *held]
-    formed = list(ledger.formed.values() if ledger is not None else ())
+    formed = list(ledger.kept.formed.values() if ledger is not None else ())
     return [*tree_leaves([getattr(r, "backprops", None) for r in records]), *formed]
 
 

@@ -132,8 +132,10 @@ class Ordinary:
                 parameter: Any = record.layer.parameter(local)
                 parameter._norm_sample = known[owner].sqrt()
 
-    def receive_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
+    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample; see :meth:`receive`."""
+        if not self._recorder.enabled:
+            return
         self._note(forward_pass, list(grads))
         generation = forward_pass.generation
         if self._generation is not generation or forward_pass in self._passes:
@@ -142,7 +144,7 @@ class Ordinary:
             self._norms.whole = None
         assert self._ledger is not None
         self._passes.add(forward_pass)
-        self._ledger.add_whole(grads)
+        self._ledger.kept.add_whole(grads)
         self._norms.publish(self._ledger.known())
 
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:

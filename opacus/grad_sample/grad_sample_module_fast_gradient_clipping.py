@@ -27,7 +27,7 @@ from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
-from opacus.core.sums.strategy import Ghost, Phase, TwoPass
+from opacus.core.sums.strategy import Ghost, TwoPass
 from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
@@ -180,10 +180,11 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            return clip_flat(self.per_sample_gradient_norms, self._privacy.sensitivity)
+            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
-        norms = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
-        return clip_each(norms, by_name)
+        of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
+        return clip_each(of_layers, by_name)
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add the clipped sum to the parameters' ``grad``, by a second backward pass.
@@ -226,8 +227,6 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def _make_strategy(self) -> Ghost:
         recorder, deferred = self._recorder, self._use_deferred_norm
-        if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
-            recorder.lone = lone_sample(recorder, self._on_whole)
         parameters = list(self._module.named_parameters())
         strategy: Ghost = (
             OnePass(recorder, parameters, deferred=deferred, sink=self._make_sink())
@@ -237,7 +236,9 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         self._ordinary = Ordinary(
             self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
         )
-        strategy.watch_ordinary(self._ordinary.receive)
+        strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
+        if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
+            recorder.lone = lone_sample(recorder, strategy.receive_whole)
         return strategy
 
     def _receive(self, record: Record) -> None:
@@ -246,12 +247,6 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def _sink(self) -> Callable[[Record], None]:
         return self._by_hook if self._watched() else self._strategy.receive
-
-    def _on_whole(self, forward_pass: ForwardPass, grads: dict[str, Tensor]) -> None:
-        if self.hooks_enabled and self._strategy.phase is Phase.IDLE:
-            self._ordinary.receive_whole(forward_pass, grads)
-        else:
-            self._strategy.receive_whole(forward_pass, grads)
 
     def _make_sink(self) -> GradientSink:
         """Where the clipped sums of a single backward pass go."""

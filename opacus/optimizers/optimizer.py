@@ -12,26 +12,22 @@ from torch.optim import Optimizer
 
 from opacus.core.isolation.check import Isolation, IsolationError
 from opacus.core.kernels.norms.reference import sums_of_squares
-from opacus.core.platform.profiling import CLIP_AND_SUM, NOISE, PROFILE, STEP, timed
+from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
-from opacus.core.privacy.noise import gaussian, parameter_names
+from opacus.core.privacy.noise import gaussian
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.privacy.processed import mark_processed, unprocessed
-from opacus.core.ranks.layout import Sharded, Single, divide
+from opacus.core.ranks.layout import Sharded, Single
 from opacus.core.step.loss_scale import ScaledStep, scaled_step
 from opacus.core.step.private_step import release
+from opacus.optimizers.noised import NoisedSums, check_processed
 from opacus.optimizers.penalties import PenalizedOptimizer
 from opacus.optimizers.per_sample import PerSampleGradients
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
 from opacus.optimizers.utils import check_rows, weighted_sums
-
-UNCLEARED = (
-    "the gradients of an earlier step are still there and would be released a second time: call "
-    "optimizer.zero_grad() in each step"
-)
 
 
 def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
@@ -45,8 +41,13 @@ def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
     Raises:
         ValueError: ``zero_grad`` was not called since.
     """
-    if None in unprocessed(obj if isinstance(obj, list) else [obj]):
-        raise ValueError(UNCLEARED)
+    check_processed(obj if isinstance(obj, list) else [obj])
+
+
+def _tensors_of(parameters: Sequence[Any]) -> list[Tensor]:
+    """The per-sample gradients of parameters, of all accumulated batches."""
+    every = [parameter.grad_sample for parameter in parameters]
+    return [t for one in every for t in (one if isinstance(one, list) else [one])]
 
 
 def _generate_noise(
@@ -63,7 +64,12 @@ def _generate_noise(
 
 
 class DPOptimizer(
-    PrivacySettings, PerSampleGradients, PenalizedOptimizer, CheckedOptimizer, CountedOptimizer
+    NoisedSums,
+    PrivacySettings,
+    PerSampleGradients,
+    PenalizedOptimizer,
+    CheckedOptimizer,
+    CountedOptimizer,
 ):
     """Makes any optimizer differentially private (DP-SGD, arXiv:1607.00133).
 
@@ -102,8 +108,6 @@ class DPOptimizer(
     _layout_class: ClassVar[type[Single]] = Single
     # GradScaler then calls step() after an overflow too, and says what it scaled by.
     _step_supports_amp_scaling: ClassVar[bool] = True
-    # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
-    _overwrites_sums: bool = False
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -180,8 +184,7 @@ class DPOptimizer(
     def clip_and_accumulate(self) -> None:
         """Clip the per-sample gradients and add their sum to ``p.summed_grad``."""
         used = self._used_parameters()
-        for parameter in used:
-            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
+        _check_processed_flag(_tensors_of(used))
         self._note_clipping_norm()
         samples = [self._get_flat_grad_sample(p) for p in used]
         check_rows(samples)
@@ -191,8 +194,7 @@ class DPOptimizer(
             for parameter in used:  # the noised gradient is next; that of autograd takes memory
                 parameter.grad = None
         self._accumulate(used, [*weighted_sums(clipped, samples)], scale)
-        for parameter in used:
-            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
+        _mark_as_processed(_tensors_of(used))
         if clipped:
             self._skipped_samples = self._skipped_samples + clipped[0].excluded.sum()
 
@@ -201,7 +203,7 @@ class DPOptimizer(
         if not samples:
             return []
         norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
-        return [clip_flat(norms, self._privacy.sensitivity)] * len(samples)
+        return [clip_flat(norms, self._privacy.sensitivity, self._privacy.clip_rule)] * len(samples)
 
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
         """``[B]`` norms of each parameter's per-sample gradients, on one device, unscaled."""
@@ -209,15 +211,11 @@ class DPOptimizer(
         norms = [norm_sq.sqrt().to(device) for norm_sq in sums_of_squares(samples)]
         return norms if scale == 1.0 else [norm / scale for norm in norms]
 
-    def _note_clipping_norm(self) -> None:
-        """C may change before the step (by a scheduler, say): the noise is for the largest."""
-        self._clipped_with = max(self._clipped_with, self._privacy.sensitivity)
-
     def _discard(self) -> None:
         """Use up the per-sample gradients of a batch that overflowed."""
-        for parameter in self._used_parameters():
-            _check_processed_flag(parameter.grad_sample)  # type: ignore[attr-defined]
-            _mark_as_processed(parameter.grad_sample)  # type: ignore[attr-defined]
+        tensors = _tensors_of(self._used_parameters())
+        _check_processed_flag(tensors)
+        _mark_as_processed(tensors)
 
     def _accumulate(
         self, parameters: Sequence[nn.Parameter], grads: list[Tensor | None], scale: float
@@ -235,75 +233,7 @@ class DPOptimizer(
                 total = grad if known is None else known + grad
                 parameter.summed_grad = total  # type: ignore[attr-defined]
 
-    # --- noise and step ---
-
-    @timed(NOISE)
-    def add_noise(self) -> None:
-        """Write ``p.summed_grad`` plus noise to ``p.grad``.
-
-        The noise is scaled with the largest C that a batch in the sum was clipped with.
-
-        Raises:
-            ValueError: The sum was used in an earlier step already.
-        """
-        parameters, sums = self.params, []
-        for parameter in parameters:
-            summed: Tensor | None = getattr(parameter, "summed_grad", None)
-            sums.append(torch.zeros_like(parameter) if summed is None else summed)
-        _check_processed_flag(sums)
-        self._note_clipping_norm()
-        std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
-        with torch.no_grad():
-            dtypes = [parameter.dtype for parameter in parameters]
-            names = self._noise_names(parameters)
-            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums, names)
-            used: list[Tensor] = []
-            try:
-                for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
-                    same = grad.shape == parameter.shape
-                    parameter.grad = grad if same else grad.view_as(parameter)
-                    used += self._retired(parameter)
-                    sums[place] = grad  # lets go of the sum
-            finally:
-                mark_processed(*used)
-        self._clipped_with = 0.0
-
-    def name_parameters(self, module: nn.Module) -> None:
-        """Let the noise go by the names that parameters have in ``module``.
-
-        Without it they go by their places in the optimizer's groups.
-        """
-        self._names = parameter_names(module)
-
-    def _noise_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """A name for each of ``parameters``, no two of them equal."""
-        every = [p for group in self.original_optimizer.param_groups for p in group["params"]]
-        places = {id(p): f"number {place}" for place, p in enumerate(every)}
-        return [self._names.get(id(p), places[id(p)]) for p in parameters]
-
-    def _retired(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The parameter's sum has been used: give back what memory can be; what is left of it."""
-        summed: Tensor | None = getattr(parameter, "summed_grad", None)
-        if self._overwrites_sums:  # it is the gradient now, which autograd may add to
-            parameter.summed_grad = None  # type: ignore[attr-defined]
-        elif summed is not None:
-            # Sums of half-precision gradients are fp32 until their noise is in.
-            parameter.summed_grad = summed = summed.to(parameter.dtype)  # type: ignore[attr-defined]
-            return [summed]
-        return []
-
-    def scale_grad(self) -> None:
-        """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
-        divisor = 1.0
-        if self.loss_reduction == "mean":
-            divisor = self.expected_batch_size * self.accumulated_iterations
-            divisor *= self._layout.world_size
-        self._divide(divisor)
-
-    def _divide(self, divisor: float | Tensor) -> None:
-        grads = [parameter.grad for parameter in self.params]
-        with torch.no_grad():
-            divide([grad for grad in grads if grad is not None], divisor)
+    # --- step ---
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the wrapped optimizer's step.
@@ -324,10 +254,6 @@ class DPOptimizer(
             return False
         self._is_last_step_skipped = True
         return True
-
-    def reduce(self) -> None:
-        """Sum the noised gradients over ranks, where that has not been done."""
-        self._layout.reduce(self.params)
 
     def noise_and_count(self) -> None:
         """Add the noise and count the step; after an error nothing is left to release."""

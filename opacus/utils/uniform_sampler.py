@@ -267,6 +267,14 @@ class UniformWithReplacementSampler(_Keyed):
             yield coins.kept(chosen, self.most).tolist()
 
 
+class _Index(int):
+    """An int, where Opacus yields tensors of one number."""
+
+    def item(self) -> int:
+        """The number, as of a tensor."""
+        return int(self)
+
+
 class DistributedUniformWithReplacementSampler(_Keyed):
     """Batch sampler for Poisson sampling on several ranks of the default process group.
 
@@ -334,9 +342,8 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         owner = self._owners()
         for coins in self._pass(self.epoch):
             chosen = self._draw(self.total_size, self.sample_rate, coins)
-            # NumPy integers index everything that int does, and have `.item()` as tensors do.
             own = chosen[torch.from_numpy(owner)[chosen] == self.rank]
-            yield list(coins.kept(own, self.most, self.rank).numpy())
+            yield [_Index(i) for i in coins.kept(own, self.most, self.rank).tolist()]
 
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""

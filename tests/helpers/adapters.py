@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.tiny import llama
+from opacus import PrivacyEngine
+from tests.integrations.tiny import VOCABULARY, llama
 
 peft = pytest.importorskip("peft")
+
+
+MODES = ("hooks", "ghost", "ghost_bk")
 
 
 class TokenLoss(nn.Module):
@@ -53,3 +58,20 @@ def adapted(config: Any) -> nn.Module:
         if parameter.requires_grad and "magnitude" not in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def texts(count: int, length: int = 5) -> Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randint(1, VOCABULARY, (count, length), generator=draw)
+
+
+def private(model: nn.Module, mode: str, criterion: nn.Module, c: float, count: int) -> Any:
+    """Model, optimizer and criterion, without noise."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    loader = DataLoader(TensorDataset(torch.zeros(count, 1)), batch_size=count)
+    result = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(parameters, lr=0.0), criterion=criterion,
+        data_loader=loader, noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False,
+        grad_sample_mode=mode,
+    )  # fmt: skip
+    return result[0], result[1], result[2] if len(result) == 4 else criterion

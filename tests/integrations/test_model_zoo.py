@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -225,6 +226,15 @@ def test_family(name: str, mode: str) -> None:
         return
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[name][0]):
         check(name, FAMILIES[name].build(), mode)
+
+
+@pytest.mark.slow
+def test_a_whole_model_that_is_compiled() -> None:
+    torch._dynamo.reset()
+    model: Any = FAMILIES["Llama"].build()
+    model.compile(backend="aot_eager")
+    check("Llama", model, "ghost_bk")
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,7 +13,16 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from tests.helpers.adapters import CONFIGS, TokenLoss, adapted, logits, peft
+from tests.helpers.adapters import (
+    CONFIGS,
+    MODES,
+    TokenLoss,
+    adapted,
+    logits,
+    peft,
+    private,
+    texts,
+)
 from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
 from tests.integrations.tiny import VOCABULARY, llama
 
@@ -24,20 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 
-MODES = ("hooks", "ghost", "ghost_bk")
 SAMPLES = 3
-
-
-def private(model: nn.Module, mode: str, criterion: nn.Module, c: float, count: int) -> Any:
-    """Model, optimizer and criterion, without noise."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    loader = DataLoader(TensorDataset(torch.zeros(count, 1)), batch_size=count)
-    result = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(parameters, lr=0.0), criterion=criterion,
-        data_loader=loader, noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False,
-        grad_sample_mode=mode,
-    )  # fmt: skip
-    return result[0], result[1], result[2] if len(result) == 4 else criterion
 
 
 def check(
@@ -83,11 +79,6 @@ ORDINARY: dict[str, Callable[[], Any]] = {
         r=2, num_vectors=8, vector_length=4, topk=2, target_modules=["q_proj"]
     ),
 }
-
-
-def texts(count: int, length: int = 5) -> Tensor:
-    draw = torch.Generator().manual_seed(3)
-    return torch.randint(1, VOCABULARY, (count, length), generator=draw)
 
 
 @pytest.mark.parametrize("mode", MODES)

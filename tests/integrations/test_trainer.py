@@ -188,6 +188,24 @@ def test_a_loss_function_of_ones_own(tmp_path: Path) -> None:
     assert differ(weights(plain.model), weights(ours.model)) < 1e-6
 
 
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    """Blocks are compiled, in place."""
+    more = {**FIXED, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    runs = []
+    for changes in (FIXED, more):
+        torch._dynamo.reset()
+        model = llama()
+        runs.append(trained(DPTrainer, model, tmp_path, Texts(), DPArguments(**HUGE), **changes))
+    assert all(block._compiled_call_impl is not None for block in model.model.layers)
+    assert runs[0].state.log_history[0]["loss"] == pytest.approx(
+        runs[1].state.log_history[0]["loss"], abs=1e-6
+    )
+    assert differ(weights(runs[0].model), weights(llama())) > 1e-3
+    assert differ(weights(runs[0].model), weights(runs[1].model)) < 1e-6
+    assert not any("_orig_mod" in name for name in model.state_dict())
+
+
 class ScheduleFree(torch.optim.SGD):
     """Evaluates at the mean of all steps' weights."""
 

@@ -6,13 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 
 from torch import Tensor
 
+from opacus.core.platform.sizes import GROUP_ELEMENTS, STACK_ELEMENTS
 from opacus.core.record.record import Record
-
-# Records of at most this many elements are stacked and handled in one batched
-# call: launches, not arithmetic, are what small layers cost.
-GROUP_ELEMENTS = 1 << 20
-# Most elements that are stacked for one such call.
-STACK_ELEMENTS = 1 << 24
 
 
 def small_by_rule(records: Iterable[Record]) -> tuple[list[list[Record]], list[Record]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,13 +12,10 @@ from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
+from opacus.core.record.blocks import Visit
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
-
-# Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
-# if they are at most this share of the layer's activations and backprops.
-FORMED_ELEMENTS = 1 << 18
-FORMED_SHARE = 0.5
 
 
 class Storage(Protocol):
@@ -26,6 +23,16 @@ class Storage(Protocol):
 
     def stores(self, record: Record) -> bool:
         """Whether its per-sample gradients are kept (else the record is)."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether blocks may be left to a replay."""
+
+    def replays(self, record: Record) -> Visit | None:
+        """The run of its block that is repeated, so that nothing of it is kept."""
+
+    def visited(self, record: Record) -> None:
+        """Its norm is known, or will be."""
 
 
 class NormLedger:
@@ -69,11 +76,6 @@ class NormLedger:
         return self._queue.records
 
     @property
-    def formed(self) -> dict[str, Tensor]:
-        """Per-sample gradients that were formed, by parameter name."""
-        return self.kept.formed
-
-    @property
     def tapped(self) -> bool:
         """Whether there were records."""
         return bool(self._done or self.kept.layers or self._queue.records)
@@ -107,24 +109,24 @@ class NormLedger:
         for oldest in self._queue.put(record):
             self.settle([oldest])
 
-    def add_whole(self, grads: Mapping[str, Tensor]) -> None:
-        """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
-        self.kept.add_whole(grads)
-
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""
         return layer in self._done or layer in self.kept.layers
 
     def known(self, owners: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The squared norms computed so far, of all parameters or of ``owners`` alone."""
-        wanted = self._norm_sq.keys() | self.formed.keys() if owners is None else set(owners)
+        wanted = self._norm_sq.keys() | self.kept.formed.keys() if owners is None else set(owners)
         measured = {o: self._norm_sq[o] for o in wanted & self._norm_sq.keys()}
         return {**self.kept.squares(wanted), **measured}
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         if self._queue.records:
-            Together(self).settle(self._queue.empty())
+            waiting = self._queue.empty()
+            for record in waiting:  # a layer's gradients are formed in all uses, or in none
+                if record.spec.name in self.kept.layers:
+                    self.kept.form(record)
+            Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
         norms = sums_of_squares([formed[owner] for owner in left])
@@ -141,9 +143,16 @@ class NormLedger:
     def settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
     ) -> None:
-        """Norms of layers that stand alone; with a planner, also what is kept of each."""
+        """Norms of layers that stand alone; with a planner, also what is kept of each.
+
+        Args:
+            records: Of different layers.
+            compute: How norms of several are computed together; by default one by one.
+        """
         kept = self.kept
         if self.planner is not None:
+            if self.planner.limited:
+                records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
                     kept.form(record)
@@ -153,24 +162,26 @@ class NormLedger:
             kept.form(records[0])
             self._done.add(records[0].spec.name)
             return
-        if records:
-            (compute or self._compute)(records)
-
-    def _compute(self, records: Sequence[Record]) -> None:
-        """Records of different layers but equal shape, in one call."""
-        first = records[0]
-        if len(records) == 1:
-            rule = first.layer.rule
-            self.take(first, rule.norm_sq(first.spec, first.activations, first.backprops))
+        if compute is not None and records:
+            compute(records)
             return
-        tensors = zip(*(r.activations for r in records), strict=True)
-        activations = tuple(torch.cat(several) for several in tensors)
-        backprops = torch.cat([r.backprops for r in records])
-        norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)
-        rows = first.batch
-        for index, record in enumerate(records):
-            own = slice(index * rows, (index + 1) * rows)
-            self.take(record, {name: value[own] for name, value in norm_sq.items()})
+        for record in records:
+            self._measure(record)
+
+    def _measure(self, record: Record) -> None:
+        rule = record.layer.rule
+        self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
+
+    def _left_to_a_replay(self, record: Record) -> bool:
+        """Whether a record was measured and is not kept, for its block runs again."""
+        assert self.planner is not None
+        visit = self.planner.replays(record)
+        if visit is not None:
+            for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
+                self._accumulate(owner, norm_sq)
+            self._measure(record)
+        self.planner.visited(record)
+        return visit is not None
 
     def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
         """The squared norms of a layer, by local name."""

@@ -11,24 +11,18 @@ from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares
 from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
-from opacus.core.norms.kept import add_rows
+from opacus.core.norms.kept import Kept, add_rows
 from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.rules.spec import LayerSpec
-
-# Elements of per-sample gradients formed at once where they have to be summed
-# over several uses (weight tying) before their norm is taken.
-CHUNK_ELEMENTS = 1 << 26
 
 
 class Book(Protocol):
     """Where norms go; see :class:`~opacus.core.norms.ledger.NormLedger`."""
 
     batch: int
-
-    @property
-    def formed(self) -> dict[str, Tensor]:
-        """Per-sample gradients that were formed, by parameter name."""
+    kept: Kept
 
     def hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
@@ -61,7 +55,7 @@ class Together:
         layers = by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in layers if len(uses) == 1]
         for records in by_shape(self._sharing(self._small(alone))):
-            self.book.settle(records)
+            self.book.settle(records, self._stacked)
         for uses in layers:
             if len(uses) > 1:
                 self._uses(uses)
@@ -100,6 +94,19 @@ class Together:
         for record, values in zip(records, norms, strict=True):
             self.book.take(record, values)
 
+    def _stacked(self, records: Sequence[Record]) -> None:
+        """Records of different layers but equal shape, in one call."""
+        first, rows = records[0], records[0].batch
+        activations, backprops = first.activations, first.backprops
+        if len(records) > 1:
+            tensors = zip(*(r.activations for r in records), strict=True)
+            activations = tuple(torch.cat(several) for several in tensors)
+            backprops = torch.cat([r.backprops for r in records])
+        norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)
+        for index, record in enumerate(records):
+            own = slice(index * rows, (index + 1) * rows) if len(records) > 1 else slice(None)
+            self.book.take(record, {name: value[own] for name, value in norm_sq.items()})
+
     @each_layer
     def _uses(self, records: Sequence[Record]) -> None:
         """Several uses of one layer: the norm of the sum of their gradients."""
@@ -124,7 +131,7 @@ class Together:
         self.book.take_summed(records, {name: torch.cat(v) for name, v in parts.items()})
 
     def _summed(self, records: Sequence[Record], start: int, stop: int) -> dict[str, Tensor]:
-        formed = self.book.formed
+        formed = self.book.kept.formed
         owners = {owner for r in records for owner in r.layer.owners.values()}
         total = {o: formed[o][start:stop] for o in owners & formed.keys()}
         for record in records:

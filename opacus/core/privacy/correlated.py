@@ -123,11 +123,13 @@ class Correlation:
     Attributes:
         plan: As given.
         charged: Whether the accountant knows of the run, all steps of which are one mechanism.
+        spread: Deviation of the latest step's noise relative to that of its own draws.
     """
 
     def __init__(self, plan: CorrelatedNoise, split: Split | None = None) -> None:
         self.plan, self.split = plan, split
         self.charged = False
+        self.spread = 1.0
         self._first: int | None = None  # number of the first step
         self._std: float | None = None  # of the white draws
         self._parts: str | None = None  # names the split that the first step was of
@@ -186,8 +188,9 @@ class Correlation:
                 "with correlated noise noise_multiplier and max_grad_norm must not change"
             )
         self._first, self._std = first, std
-        weights = enumerate(self.plan.weights[1 : number - first + 1], start=1)
-        return [(weight, number - age) for age, weight in weights if weight]
+        weights = self.plan.weights[1 : number - first + 1]
+        self.spread = math.hypot(1.0, *weights)
+        return [(w, number - age) for age, w in enumerate(weights, start=1) if w]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types. They hold the secret of the split, without which it could not go on."""

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import add_noise
 
-# Elements of new tensors that are made at once: the sums that they replace go before the next.
-PIECE_ELEMENTS = 1 << 26
 # A sum, the dtype of a new tensor for it with noise (None: it is overwritten), its parameter's
 # name, and the elements of that new tensor on this rank.
 Job = tuple[Tensor, torch.dtype | None, str, int]
@@ -50,6 +49,7 @@ class Single:
     Attributes:
         key: Key of the run.
         correlation: How the noise of steps hangs together; ``None`` if it is independent.
+        grid: Sums with noise are rounded to this part of it; ``None``: in secure mode only.
     """
 
     world_size = 1
@@ -61,6 +61,7 @@ class Single:
         self.secure_mode = secure_mode
         self.key = self._new_key()
         self.correlation: Correlation | None = None
+        self.grid: float | None = None
 
     def correlate(self, plan: CorrelatedNoise, split: Split) -> None:
         """From now on steps have correlated noise; see that class."""
@@ -85,6 +86,11 @@ class Single:
     def noise_growth(self) -> float:
         """Deviation of the draws relative to that of independent noise for the same privacy."""
         return 1.0 if self.correlation is None else self.correlation.plan.sensitivity
+
+    @property
+    def noise_spread(self) -> float:
+        """Deviation of the latest step's noise relative to that of its own draws."""
+        return 1.0 if self.correlation is None else self.correlation.spread
 
     def skip_noise(self) -> None:
         """A step was skipped: correlated noise knows when a sample takes part by its number."""
@@ -144,13 +150,13 @@ class Single:
         step: int,
         past: list[tuple[float, int]],
     ) -> Iterator[list[Tensor]]:
-        for piece in consecutive(jobs, itemgetter(3), PIECE_ELEMENTS):
+        for piece in consecutive(jobs, itemgetter(3), NOISE_ELEMENTS):
             todo = [
                 (total, total if dtype is None else _like(total, dtype), name)
                 for total, dtype, name, _ in piece
             ]
             if std:
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
             else:
                 for total, target, _ in todo:
                     if target is not total:

@@ -12,6 +12,7 @@ from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
 from opacus.core.record.reached import Reached
+from opacus.core.record.readers import buffered
 from opacus.core.record.record import ForwardPass, Use
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -75,6 +76,8 @@ class LayerHooks:
         self.layer = layer
         # Parameters of the calls that are running, whose place detached ones have.
         self._swapped: list[dict[str, nn.Parameter]] = []
+        # Parts whose buffers a rule that runs the layer again has to start from.
+        self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
 
@@ -82,19 +85,26 @@ class LayerHooks:
         """Put detached parameters in the places of the trainable ones."""
         if not self.recorder.active(module):
             return
-        self._swapped.append(self.layer.detach_parameters())
+        self._swapped.append(self.layer.detach_parameters(module))
+        if self._stateful:
+            self.layer.buffers_before = {
+                f"{path}.{name}" if path else name: buffer.clone()
+                for path in self._stateful
+                for name, buffer in module.get_submodule(path)._buffers.items()
+                if buffer is not None
+            }
 
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""
         while self._swapped:
-            self.layer.put_back(self._swapped.pop())
+            self.layer.put_back(self._swapped.pop(), self.layer.module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
         if self._swapped:
             kept = self._swapped.pop()
-            self.layer.put_back(kept)
+            self.layer.put_back(kept, module)
             if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Layer:
     batch_first: bool | None = None
     features: int | None = None
     unheld: frozenset[str] = frozenset()
+    # Those that its latest run has started from, by name, if they are small (power iterations).
+    buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
 
     @property
@@ -55,31 +57,36 @@ class Layer:
 
     def place(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where a parameter is: the dict that holds it, and its key there."""
-        path, _, local = name.rpartition(".")
-        return (self.module.get_submodule(path) if path else self.module)._parameters, local
+        return place_in(self.module, name)
 
     def parameter(self, name: str) -> nn.Parameter | None:
         """The parameter of this local name, as it is now."""
         parameters, local = self.place(name)
         return parameters.get(local)
 
-    def detach_parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self, names: Iterable[str]) -> list[nn.Parameter | None]:
+        """:meth:`parameter` of each name."""
+        module = self.module
+        places = [place_in(module, name) for name in names]
+        return [parameters.get(local) for parameters, local in places]
+
+    def detach_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Put detached tensors in the places of the trainable parameters; returns those."""
         kept: dict[str, nn.Parameter] = {}
         for name in self.spec.params:
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameter = parameters.get(local)
             if parameter is not None and parameter.requires_grad and not is_alias(parameter):
                 kept[name] = parameter
         for name, parameter in kept.items():
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameters[local] = parameter.detach()  # type: ignore[assignment]
         return kept
 
-    def put_back(self, kept: Mapping[str, nn.Parameter]) -> None:
+    def put_back(self, kept: Mapping[str, nn.Parameter], module: nn.Module) -> None:
         """Undo :meth:`detach_parameters`."""
         for name, parameter in kept.items():
-            parameters, local = self.place(name)
+            parameters, local = place_in(module, name)
             parameters[local] = parameter
 
     def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
@@ -102,11 +109,17 @@ class Layer:
     def trained_names(self) -> tuple[str, ...]:
         """Local names of the parameters that require gradients and that the optimizer holds."""
         names: list[str] = []
-        for name in self.spec.params:
-            parameter = self.parameter(name)
+        every = self.spec.params
+        for name, parameter in zip(every, self.parameters(every), strict=True):
             if parameter is not None and parameter.requires_grad and name not in self.unheld:
                 names.append(name)
         return tuple(names)
+
+
+def place_in(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+    """See :meth:`Layer.place`."""
+    path, _, local = name.rpartition(".")
+    return (module.get_submodule(path) if path else module)._parameters, local
 
 
 def is_alias(parameter: Tensor) -> bool:
@@ -139,7 +152,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
         written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
-        batch_first = written.batch_leads or _own_layout(module, spec)
+        batch_first = written.batch_leads or _own_batch_first(module, spec)
         features = written.features(spec)
         layers.append(
             Layer(
@@ -150,7 +163,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
     return layers
 
 
-def _own_layout(module: nn.Module, spec: LayerSpec) -> bool | None:
+def _own_batch_first(module: nn.Module, spec: LayerSpec) -> bool | None:
     """What a layer says of itself: whether its batch comes first."""
     own = spec.options.get("batch_first", getattr(module, "batch_first", None))
     return own if isinstance(own, bool) else None

@@ -62,6 +62,7 @@ class Recorder(Taps):
             dim=0 if (own if isinstance(own, bool) else batch_first) else 1,
             sharded=any(is_fsdp(module) for module in root.modules()),
         )
+        self._modules = [layer.module for layer in layers]  # layers hold theirs weakly
         self._hooks = [LayerHooks(self, layer) for layer in layers]
         self.handles: list[Any] = []
         for layer, hooks in zip(layers, self._hooks, strict=True):

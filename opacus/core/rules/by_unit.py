@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype, widen
+from opacus.core.platform.sizes import UNIT_ROWS_ELEMENTS
 from opacus.core.rules.base import LayerRule, Use, unsupported
 from opacus.core.rules.grouping import check_rows_of_units
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
-
-# Elements of gradients of rows that are formed at once.
-CHUNK_ELEMENTS = 1 << 24
 
 
 class UnitGradients(LayerRule):
@@ -105,7 +103,7 @@ def _gradients_of_rows(
     rule: LayerRule, spec: LayerSpec, activations: Any, backprops: Any, rows: int
 ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """Gradients of some rows at a time, where the rule's rows can be cut out."""
-    step = max(1, CHUNK_ELEMENTS // max(1, spec.elements))
+    step = max(1, UNIT_ROWS_ELEMENTS // max(1, spec.elements))
     if rows <= step or not isinstance(backprops, Tensor) or not rule.by_rows(activations, rows):
         yield slice(rows), rule.per_sample_grad(spec, activations, backprops)
         return

@@ -15,10 +15,10 @@ import torch.nn.grad as nn_grad
 from torch import Tensor, nn
 
 from opacus.core.kernels.norms.reference import (
-    CHUNK_ELEMENTS,
     sum_of_squares,
     widen,
 )
+from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.rules.base import LayerRule, Use, pad_rows, scale_rows, unsupported
 from opacus.core.rules.spec import LayerSpec
 

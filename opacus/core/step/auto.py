@@ -17,12 +17,10 @@ from torch import nn
 
 from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.platform.sharded import compute_device, is_dtensor, is_fsdp
+from opacus.core.platform.sizes import STORED_SHARE
 from opacus.core.platform.torch_internals import compute_dtypes, tensor_parallel_names
 from opacus.core.ranks.reduction import can_reduce
 from opacus.core.step.modes import MODES, Mode
-
-# Part of the device's memory that the stored gradients of a single sample may take.
-STORED_SHARE = 0.5
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opacus.core.norms.kept import add_rows
 from opacus.core.norms.ledger import check_sizes
 from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import WAITING_SHARE
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
 from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.processed import is_processed
 from opacus.core.record.record import Generation, Record
 from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
-
-# Uses of one layer wait for each other up to so many times the size of their result.
-WAITING_SHARE = 1.0
 
 
 class Materialise:
@@ -60,9 +58,9 @@ class Materialise:
         """
         if not trains():
             return None  # other gradients than the parameters', by torch.autograd.grad
-        layer = record.layer
-        held = [(layer.owners[name], layer.parameter(name)) for name in record.spec.params]
-        refuse_hooks((name, p) for name, p in held if p is not None)
+        layer, names = record.layer, record.spec.params
+        held = zip(names, layer.parameters(names), strict=True)
+        refuse_hooks([(layer.owners[name], p) for name, p in held if p is not None])
         check_sizes(record)
         if not record.reused or record.layer.rule.needs_parameters:
             return self._form(record)
@@ -117,8 +115,8 @@ class Materialise:
         grads = record.layer.rule.per_sample_grad(record.spec, record.activations, backprops)
         grads = record.owned(grads)
         totals = record.owned(_totals(record, grads, 1 if late or not mean else record.mean_of))
-        for name, grad in grads.items():
-            parameter = record.layer.parameter(name)
+        parameters = record.layer.parameters(grads)
+        for (name, grad), parameter in zip(grads.items(), parameters, strict=True):
             assert parameter is not None
             grad = grad.to(parameter.dtype)
             self._add(parameter, grad * record.mean_of if late else grad, record)

@@ -24,7 +24,7 @@ from opacus.core.privacy.processed import was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
-from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
+from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
 from opacus.core.sums.weighting import Weighting
 
@@ -80,21 +80,31 @@ class Ghost:
         self.budget_bytes = budget_bytes
         self.planner: Planner | None = None
         self.held_budget: int | None = None
+        self.memory_budget: int | None = None
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
         self._passes: set[ForwardPass] = set()
         self._summed: set[ForwardPass] = set()
         self._ordinary: Callable[[Record], None] | None = None
+        self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
+        self.memory_budget = other.memory_budget
         self._summed = other._summed
 
-    def watch_ordinary(self, sink: Callable[[Record], None]) -> None:
-        """Records of backward passes that are not ours go there."""
-        self._ordinary = sink
+    def limit_memory(self, model: nn.Module) -> None:
+        """A budget of what is kept for the sum has been set; only one pass keeps anything."""
+
+    def watch_ordinary(
+        self,
+        sink: Callable[[Record], None],
+        whole: Callable[[ForwardPass, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Records of backward passes that are not ours, and gradients of lone samples, go there."""
+        self._ordinary, self._ordinary_whole = sink, whole
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
@@ -108,19 +118,27 @@ class Ghost:
             self._take(record)
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.NORMS:
-            assert self.ledger is not None
-            if record.forward_pass is not None:
-                self._passes.add(record.forward_pass)
-            check_sizes(record)
-            self.ledger.add(record)
+        if self.phase is Phase.SUM:
+            self._weigh(record)
+            return
+        assert self.ledger is not None
+        if record.forward_pass is not None:
+            self._passes.add(record.forward_pass)
+        check_sizes(record)
+        self.ledger.add(record)
+
+    def _weigh(self, record: Record) -> None:
+        """A layer's backward runs again for the sum."""
+        raise NotImplementedError
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             self._passes.add(forward_pass)
-            self.ledger.add_whole(grads)
+            self.ledger.kept.add_whole(grads)
+        elif self.phase is Phase.IDLE and self._ordinary_whole is not None:
+            self._ordinary_whole(forward_pass, grads)
 
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -144,7 +162,7 @@ class Ghost:
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
-        before = {name: _fingerprint(p) for name, p in self.parameters}
+        before = {name: _state_of_grad(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
@@ -192,7 +210,7 @@ class Ghost:
     def _sum_whole(self, clipped: Factors) -> None:
         """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
         assert self.ledger is not None
-        formed, self.ledger = self.ledger.formed, None
+        formed, self.ledger = self.ledger.kept.formed, None
         used = [(name, parameter) for name, parameter in self.parameters if name in formed]
         grads = [formed.pop(name) for name, _ in used]
         own = [clipped.of(name) for name, _ in used]
@@ -234,7 +252,7 @@ class Ghost:
             self.phase = Phase.IDLE
 
     def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
-        leaked = [n for n, p in self.parameters if before.get(n) != _fingerprint(p)]
+        leaked = [n for n, p in self.parameters if before.get(n) != _state_of_grad(p)]
         if not leaked:
             return
         for name, parameter in self.parameters:
@@ -297,10 +315,9 @@ class TwoPass(Ghost):
     _seen: Seen
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.SUM:
-            self._add_gradient(record)
-            return
         super()._take(record)
+        if self.phase is Phase.SUM:
+            return
         ledger = self.ledger
         if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
@@ -320,13 +337,13 @@ class TwoPass(Ghost):
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
-            self.doubt = self._compared()
+            self.doubt = compared(self._seen, REPLAY_ADVICE)
         finally:
             self._weighting = self.ledger = None
             self._seen = Seen()
 
     @each_layer
-    def _add_gradient(self, record: Record) -> None:
+    def _weigh(self, record: Record) -> None:
         for name, grad in self._weighted(record).items():
             parameter = record.layer.parameter(name)
             assert parameter is not None
@@ -338,7 +355,7 @@ class TwoPass(Ghost):
         assert weighting is not None and ledger is not None
         if record.spec.name in ledger.kept.layers:
             owners = {name: record.layer.owners[name] for name in record.spec.params}
-            formed = {name: ledger.formed.pop(owner, None) for name, owner in owners.items()}
+            formed = {name: ledger.kept.formed.pop(owner, None) for name, owner in owners.items()}
             return {
                 name: weighting.sum_of_formed(owners[name], grad)  # each is used once
                 for name, grad in formed.items()
@@ -346,20 +363,6 @@ class TwoPass(Ghost):
             }
         self._seen.replayed(record)
         return weighting.sums(record)
-
-    def _compared(self) -> Tensor | None:
-        """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
-
-        Raises:
-            RuntimeError: On a CPU, if it does; names the layer.
-        """
-        differs = self._seen.differs()
-        if differs is None or differs.is_cuda:
-            return differs
-        if bool(differs):
-            name = self._seen.first_that_differs()
-            raise RuntimeError(f"{described(name)}. {REPLAY_ADVICE}")
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}
@@ -390,7 +393,7 @@ def default_budget(device: torch.device) -> int | None:
     return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
 
 
-def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:
     """Changes when a gradient is assigned or modified in place."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)

@@ -24,7 +24,12 @@ from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import ChunkedCollate
 from opacus.integrations.transformers.card import Guarantee
 from opacus.integrations.transformers.losses import by_function, loss_of
-from opacus.integrations.transformers.placement import placed, plugin_of, refuse_plugin
+from opacus.integrations.transformers.placement import (
+    compile_blocks,
+    placed,
+    plugin_of,
+    refuse_plugin,
+)
 from opacus.integrations.transformers.refusals import (
     refuse_arguments,
     refuse_data,
@@ -273,6 +278,10 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     def _place(self) -> None:
         """Replicate or shard the model, unless that has been done."""
         if self.model_wrapped is self.model:
+            if self.args.torch_compile:
+                compile_blocks(
+                    self.model, self.args.torch_compile_backend, self.args.torch_compile_mode
+                )
             device, bf16 = self.args.device, self.args.bf16
             self.model_wrapped = placed(self.model, self._plugin, device, bf16)
         if not any(known is self.model for known in self.accelerator._models):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from opacus.core.platform.sharded import is_fsdp
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.utils.fsdp_utils import FSDP2Wrapper
+from opacus.utils.fsdp_utils import FSDP2Wrapper, blocks_of
 
 
 def plugin_of(accelerator: Any, args: Any) -> Any:
@@ -64,6 +64,13 @@ def refuse_plugin(plugin: Any) -> None:
 
 def _offloads(setting: Any) -> bool:
     return bool(getattr(setting, "offload_params", True))
+
+
+def compile_blocks(model: nn.Module, backend: str, mode: str | None) -> None:
+    """Compile the model a transformer block at a time; its states keep their names."""
+    for block in blocks_of(model):
+        if block._compiled_call_impl is None:
+            block.compile(backend=backend, mode=mode)
 
 
 def placed(model: nn.Module, plugin: Any, device: torch.device, bf16: bool) -> nn.Module:

@@ -22,11 +22,11 @@ from opacus.core.rules.generic import Call
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
 Use = tuple[Layer, Inputs, Tensor]
-MODELS: list[nn.Module] = []  # layers do not keep theirs
+KEPT: list[nn.Module] = []  # layers do not keep theirs
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    MODELS.append(model)
+    KEPT.append(model)
     return layers_file.layers_of(model)
 
 
@@ -218,7 +218,7 @@ def test_small_gradients_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(norms, "FORMED_SHARE", 0.0)
     ledger.add(second)
     assert ledger.kept.layers == {first.spec.name}
-    assert set(ledger.formed) == {f"{first.spec.name}.weight", f"{first.spec.name}.bias"}
+    assert set(ledger.kept.formed) == {f"{first.spec.name}.weight", f"{first.spec.name}.bias"}
     assert_norms(ledger.finish(), expected(norm_layers, 5))
     with pytest.raises(RuntimeError, match="used again"):
         ledger.add(first)
@@ -432,7 +432,7 @@ def test_gradients_of_layers_that_run_again_are_formed_once() -> None:
     layer.rule = Noisy()
     ledger = NormLedger(5, deferred=True)
     got = finish(ledger, records_of([use(layer, torch.randn(5, 6))] * 2))
-    want = ledger.formed["0.weight"].square().sum(1)
+    want = ledger.kept.formed["0.weight"].square().sum(1)
     torch.testing.assert_close(got["0.weight"], want)
 
 

@@ -16,9 +16,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from opacus.core.platform import sharded
+from opacus.core.platform.sizes import STORED_SHARE
 from opacus.core.ranks.reduction import can_reduce
 from opacus.core.step import auto
-from opacus.core.step.auto import STORED_SHARE, Facts, choose_mode, chosen_for, facts_of
+from opacus.core.step.auto import Facts, choose_mode, chosen_for, facts_of
 from opacus.core.step.modes import AUTO, MODES, mode_of
 
 GB = 2**30

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
 from opacus.core.kernels.norms.trusted import TRUSTED
+from opacus.core.platform.sizes import CHUNK_ELEMENTS, SQUARED_ELEMENTS
 
-# Largest intermediate result, in elements (256 MB of fp32).
-CHUNK_ELEMENTS = 1 << 26
 # What writing and reading one element of an intermediate result costs, in the
 # multiply-adds that the matrix units do in that time.
 ELEMENT_COST = 64
@@ -24,8 +23,6 @@ ELEMENT_COST = 64
 GRAM_ROWS = 512
 # Elements whose norm is taken at once on a CPU.
 NORM_PART = 4096
-# Tensors up to this size are copied into one, so that their norms are taken in one call.
-SMALL_ELEMENTS = 1 << 16
 # Up to so many samples their gradients' norms are computed as separate tensors.
 FEW_SAMPLES = 8
 
@@ -66,7 +63,7 @@ def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     results: list[Tensor | None] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for place, t in enumerate(tensors):
-        if 0 < t.numel() <= SMALL_ELEMENTS and t[:1].numel() <= NORM_PART:
+        if 0 < t.numel() <= SQUARED_ELEMENTS and t[:1].numel() <= NORM_PART:
             groups.setdefault((t.shape, t.dtype, t.device), []).append(place)
         else:
             results[place] = sum_of_squares(t)

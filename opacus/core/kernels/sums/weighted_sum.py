@@ -12,14 +12,9 @@ from torch import Tensor
 
 from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.kernels.norms.reference import wide_dtype, widen
+from opacus.core.platform.sizes import SHARED_ELEMENTS, SUMMED_ELEMENTS, WIDENED_ELEMENTS
 
 T = TypeVar("T")
-# Columns of half-precision gradients that are widened at once, where there is no kernel.
-PART_ELEMENTS = 1 << 16
-# Tensors up to this size are copied into one, where there is no kernel.
-SMALL_ELEMENTS = 1 << 14
-# Elements of sums that share their storage, which is free when none of them is used any more.
-SHARED_ELEMENTS = 1 << 25
 
 
 def weighted_sum(
@@ -53,7 +48,9 @@ def weighted_sum(
     if out is None:
         out = grads.new_empty(shape, dtype=wide)
     target = out if out.is_contiguous() else torch.empty(shape, dtype=out.dtype, device=out.device)
-    pieces = zip(flat.split(PART_ELEMENTS, 1), target.view(-1).split(PART_ELEMENTS), strict=True)
+    pieces = zip(
+        flat.split(WIDENED_ELEMENTS, 1), target.view(-1).split(WIDENED_ELEMENTS), strict=True
+    )
     for part, place in pieces:  # so that little is held in the wide type
         place.copy_(factors @ widen(part))
     return out if target is out else out.copy_(target)
@@ -133,7 +130,7 @@ def weighted_sum_each(
             together.setdefault(dtype, []).append(place)
             continue
         # Small ones of the same samples are copied into one.
-        small = 0 < grad.numel() <= SMALL_ELEMENTS
+        small = 0 < grad.numel() <= SUMMED_ELEMENTS
         key = (rows, id(factor), grad.dtype, grad.device, dtype) if small else place
         alike.setdefault(key, []).append(place)
     for places in alike.values():

@@ -1,0 +1,48 @@
+"""How much is handled at once: every threshold of the core that trades memory for calls.
+
+None of them changes a result. Each has its name here only; those of a kernel's tiles stand beside
+the kernel.
+"""
+
+# Largest intermediate result, in elements (256 MB of fp32).
+CHUNK_ELEMENTS = 1 << 26
+
+# --- norms ---
+
+# Records of at most this many elements are stacked and handled in one batched
+# call: launches, not arithmetic, are what small layers cost.
+GROUP_ELEMENTS = 1 << 20
+# Most elements that are stacked for one such call.
+STACK_ELEMENTS = 1 << 24
+# Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
+# if they are at most this share of the layer's activations and backprops.
+FORMED_ELEMENTS = 1 << 18
+FORMED_SHARE = 0.5
+# Tensors up to this size are copied into one, so that their norms are taken in one call.
+SQUARED_ELEMENTS = 1 << 16
+# Elements of gradients of rows that are formed at once, to be summed by unit.
+UNIT_ROWS_ELEMENTS = 1 << 24
+
+# --- sums ---
+
+# Part of the memory that is free when the backward pass starts which may be kept for the sum.
+FREE_MEMORY_SHARE = 0.8
+# Part of the device's memory that the stored gradients of a single sample may take.
+STORED_SHARE = 0.5
+# Uses of one layer wait for each other up to so many times the size of their result.
+WAITING_SHARE = 1.0
+# Columns of half-precision gradients that are widened at once, where there is no kernel.
+WIDENED_ELEMENTS = 1 << 16
+# Per-sample gradients up to this size are copied into one, where there is no kernel.
+SUMMED_ELEMENTS = 1 << 14
+# Elements of sums that share their storage, which is free when none of them is used any more.
+SHARED_ELEMENTS = 1 << 25
+# Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
+BUCKET_ELEMENTS = 1 << 27
+# Parameters up to this size (biases, norms) go into buckets of their own, at the end.
+LAST_BUCKET_ELEMENTS = 1 << 16
+
+# --- noise ---
+
+# Elements of new tensors with noise that are made at once; the sums they replace go before more.
+NOISE_ELEMENTS = 1 << 26

@@ -1,0 +1,126 @@
+"""From clipped sums to noised gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.profiling import NOISE, timed
+from opacus.core.privacy.noise import parameter_names
+from opacus.core.privacy.params import PrivacyParams
+from opacus.core.privacy.processed import mark_processed, unprocessed
+from opacus.core.ranks.layout import Single, divide
+from opacus.optimizers.adam import tell_noise
+
+UNCLEARED = (
+    "the gradients of an earlier step are still there and would be released a second time: call "
+    "optimizer.zero_grad() in each step"
+)
+
+
+class NoisedSums:
+    """Adds the noise of a step, and divides; the sums are in ``p.summed_grad``."""
+
+    original_optimizer: Any
+    params: list[nn.Parameter]
+    accumulated_iterations: int
+    expected_batch_size: Any
+    loss_reduction: str
+    _privacy: PrivacyParams
+    _layout: Single
+    _names: dict[int, str]  # of parameters, by id
+    # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
+    _overwrites_sums: bool = False
+    _clipped_with = 0.0  # largest C of the batches in this step
+    _noise_std = 0.0  # of the step's own draws
+
+    def _note_clipping_norm(self) -> None:
+        """C may change before the step (by a scheduler, say): the noise is for the largest."""
+        self._clipped_with = max(self._clipped_with, self._privacy.sensitivity)
+
+    @timed(NOISE)
+    def add_noise(self) -> None:
+        """Write ``p.summed_grad`` plus noise to ``p.grad``.
+
+        The noise is scaled with the largest C that a batch in the sum was clipped with.
+
+        Raises:
+            ValueError: The sum was used in an earlier step already.
+        """
+        parameters, sums = self.params, []
+        for parameter in parameters:
+            summed: Tensor | None = getattr(parameter, "summed_grad", None)
+            sums.append(torch.zeros_like(parameter) if summed is None else summed)
+        check_processed(sums)
+        self._note_clipping_norm()
+        std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
+        self._noise_std = std
+        with torch.no_grad():
+            dtypes = [parameter.dtype for parameter in parameters]
+            names = self._noise_names(parameters)
+            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums, names)
+            used: list[Tensor] = []
+            try:
+                for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
+                    same = grad.shape == parameter.shape
+                    parameter.grad = grad if same else grad.view_as(parameter)
+                    used += self._retired(parameter)
+                    sums[place] = grad  # lets go of the sum
+            finally:
+                mark_processed(*used)
+        self._clipped_with = 0.0
+
+    def name_parameters(self, module: nn.Module) -> None:
+        """Let the noise go by the names that parameters have in ``module``.
+
+        Without it they go by their places in the optimizer's groups.
+        """
+        self._names = parameter_names(module)
+
+    def _noise_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """A name for each of ``parameters``, no two of them equal."""
+        every = [p for group in self.original_optimizer.param_groups for p in group["params"]]
+        places = {id(p): f"number {place}" for place, p in enumerate(every)}
+        return [self._names.get(id(p), places[id(p)]) for p in parameters]
+
+    def _retired(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The parameter's sum has been used: give back what memory can be; what is left of it."""
+        summed: Tensor | None = getattr(parameter, "summed_grad", None)
+        if self._overwrites_sums:  # it is the gradient now, which autograd may add to
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        elif summed is not None:
+            # Sums of half-precision gradients are fp32 until their noise is in.
+            parameter.summed_grad = summed = summed.to(parameter.dtype)  # type: ignore[attr-defined]
+            return [summed]
+        return []
+
+    def scale_grad(self) -> None:
+        """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
+        divisor = 1.0
+        if self.loss_reduction == "mean":
+            divisor = self.expected_batch_size * self.accumulated_iterations
+            divisor *= self._layout.world_size
+        tell_noise(self.original_optimizer, self._noise_std * self._layout.noise_spread / divisor)
+        self._divide(divisor)
+
+    def _divide(self, divisor: float | Tensor) -> None:
+        grads = [parameter.grad for parameter in self.params]
+        with torch.no_grad():
+            divide([grad for grad in grads if grad is not None], divisor)
+
+    def reduce(self) -> None:
+        """Sum the noised gradients over ranks, where that has not been done."""
+        self._layout.reduce(self.params)
+
+
+def check_processed(tensors: Sequence[Tensor]) -> None:
+    """Refuse gradients that were used in an earlier step.
+
+    Raises:
+        ValueError: ``zero_grad`` was not called since.
+    """
+    if None in unprocessed(tensors):
+        raise ValueError(UNCLEARED)
