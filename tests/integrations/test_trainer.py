@@ -190,8 +190,9 @@ def test_a_loss_function_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
-    """Blocks are compiled, in place."""
-    more = {**FIXED, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    """Blocks are compiled, in place; activations are checkpointed around them."""
+    more = {**FIXED, "torch_compile": True, "torch_compile_backend": "aot_eager",
+            "gradient_checkpointing": True}  # fmt: skip
     runs = []
     for changes in (FIXED, more):
         torch._dynamo.reset()

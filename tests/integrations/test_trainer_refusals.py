@@ -66,7 +66,6 @@ def test_privacy_arguments_are_frozen() -> None:
     [
         ({"auto_find_batch_size": True}, "other batches"),
         ({"dataloader_drop_last": True}, "Poisson"),
-        ({"torch_compile": True, "gradient_checkpointing": True}, "computed again"),
         ({"use_liger_kernel": True}, "fused"),
         ({"neftune_noise_alpha": 5.0}, "longest text"),
         ({"optim": "adalomo"}, "in the backward pass"),

@@ -80,11 +80,6 @@ def refuse_arguments(args: Any, privacy: DPArguments) -> None:
         value = getattr(args, name, None)
         if value and is_unsafe(value):
             raise ValueError(f"{name}={_shown(value)} cannot be private: {reason}")
-    if getattr(args, "torch_compile", False) and args.gradient_checkpointing:
-        raise ValueError(
-            "torch_compile=True with gradient_checkpointing=True cannot be private: in a compiled "
-            "block that is computed again, examples cannot be told apart. Leave one of them out"
-        )
     _refuse_sampling(args, privacy)
     if getattr(args, "n_gpu", 1) > 1:
         raise ValueError(
