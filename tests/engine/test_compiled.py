@@ -432,7 +432,7 @@ def test_checkpoints_around_compiled_blocks(mode: str) -> None:
     for _ in range(2):
         assert_close(gradient(private, inputs, targets), want)
     assert bool(counters["graph_break"]) is (mode == "ghost")  # which ends graphs at each layer
-    assert private[0]._recorder.waiting_batches() == []
+    assert private[0]._recorder.passes.waiting_batches() == []
 
 
 def test_checkpoints_inside_of_compiled_blocks_are_run_by_python() -> None:
