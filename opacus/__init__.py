@@ -7,6 +7,7 @@ from opacus import utils
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.isolation import IsolationError, check_isolation
+from opacus.planning import Plan, plan
 from opacus.privacy_engine import PrivacyEngine
 from opacus.version import __version__
 
@@ -15,8 +16,10 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "IsolationError",
+    "Plan",
     "PrivacyEngine",
     "__version__",
     "check_isolation",
+    "plan",
     "utils",
 ]

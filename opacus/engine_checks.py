@@ -135,6 +135,8 @@ def check_arguments(settings: Settings) -> None:
         max_grad_norm=max_grad_norm,
         loss_reduction=settings.loss_reduction,
     )
+    if clipping in ("normalised", "psac") and max_grad_norm == math.inf:
+        raise ValueError(f"clipping={clipping!r} needs a finite max_grad_norm, got inf")
     if isinstance(max_grad_norm, (list, tuple)) != (clipping == "per_layer"):
         raise ValueError(
             "max_grad_norm must be one number, or a list with one number for each trainable "
@@ -275,11 +277,24 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     """Refuse predictable noise in secure mode.
 
     Raises:
-        ValueError: Both a generator and secure mode were asked for.
+        ValueError: Both a generator and secure mode were asked for, or a grid that is none.
     """
     if settings.noise_generator is not None and secure_mode:
         raise ValueError(
             "noise_generator makes noise predictable, which secure mode rules out; leave it out"
+        )
+    grid = settings.release_grid
+    if grid is None:
+        return
+    if not 0 < grid <= 1 or math.frexp(grid)[0] != 0.5:
+        raise ValueError(
+            "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
+            f"noise's power of two; got {grid!r}"
+        )
+    if isinstance(settings.module, _OwnDDP | DistributedDataParallel):
+        raise ValueError(
+            "release_grid is not supported with DistributedDataParallel, where the sums of other "
+            "ranks are added after the noise: use FSDP2 or one process"
         )
 
 

@@ -15,6 +15,7 @@ from opacus.accountants.sampling import Sampling
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.step.auto import Choice
 from opacus.core.step.modes import Mode, mode_of
+from opacus.planning import Plan
 
 _OF_THE_MODEL = frozenset({"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"})
 
@@ -49,6 +50,7 @@ class Settings:
     correlated_noise: CorrelatedNoise | None = None
     sampling: Sampling | None = None
     max_batch_size: int | None = None
+    release_grid: float | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice | None = None
 
@@ -77,8 +79,29 @@ class Settings:
             "correlated_noise": self.correlated_noise,
             "sampling": self.sampling,
             "max_batch_size": self.max_batch_size,
+            "release_grid": self.release_grid,
             "further_arguments": sorted(self.further),
         }
+
+    def plan(self, sample_rate: float, sampling: Sampling | None, accountant: str) -> Plan:
+        """What the run promises; see :class:`opacus.planning.Plan`."""
+        norm, size = self.max_grad_norm, self.expected_batch_size
+        if size is None:
+            size = len(self.data_loader.dataset) * sample_rate  # type: ignore[arg-type]
+        return Plan(
+            sample_rate=sample_rate,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=tuple(norm) if isinstance(norm, list) else norm,
+            expected_batch_size=size,
+            poisson_sampling=self.poisson_sampling,
+            sampling=sampling,
+            max_batch_size=self.max_batch_size,
+            privacy_unit=self.privacy_unit,
+            clipping=self.clipping,
+            correlated_noise=self.correlated_noise,
+            release_grid=self.release_grid,
+            accountant=accountant,
+        )
 
     def of_the_model(self) -> dict[str, Any]:
         """Further arguments of the model's wrapper."""

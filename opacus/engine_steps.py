@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.step.modes import AUTO, mode_of
 from opacus.data.host_loader import switch_generator
 from opacus.data.rates import expected_batch_size_on_rank, warn_of_uneven_sampling
@@ -147,7 +148,7 @@ class EngineSteps(EngineCheckpoints):
         self, settings: Settings, loader: DataLoader[Any], rate: float
     ) -> DPOptimizer:
         distributed = is_distributed(settings.module)
-        return self._prepare_optimizer(
+        private = self._prepare_optimizer(
             optimizer=settings.optimizer,
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
@@ -161,6 +162,9 @@ class EngineSteps(EngineCheckpoints):
             grad_sample_mode=settings.grad_sample_mode,
             **settings.of_the_optimizer(self._criterion_keywords),
         )
+        if settings.clipping in FLAT_RULES:
+            private._privacy.clip_rule = settings.clipping
+        return private
 
     def _connect(
         self, settings: Settings, model: Any, optimizer: Any, loader: Any, rate: float
@@ -169,9 +173,12 @@ class EngineSteps(EngineCheckpoints):
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
         optimizer.isolation = getattr(model, "isolation", None)
         self._prepare_noise(optimizer, settings.module)
+        optimizer._layout.grid = settings.release_grid
         if settings.correlated_noise is not None:
             optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
-        optimizer.attach_step_hook(self.step_counter(rate, sampling_of(settings, loader)))
+        sampling = sampling_of(settings, loader)
+        optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
+        optimizer.attach_step_hook(self.step_counter(rate, sampling))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
 

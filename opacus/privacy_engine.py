@@ -84,6 +84,7 @@ class PrivacyEngine(EngineSteps):
         correlated_noise: CorrelatedNoise | None = None,
         sampling: Sampling | None = None,
         max_batch_size: int | None = None,
+        release_grid: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a training run private. Nothing is changed if an argument is refused.
@@ -104,7 +105,8 @@ class PrivacyEngine(EngineSteps):
             batch_first: Whether activations have the batch in dimension 0.
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
-            clipping: ``"flat"``, or another kind of ``get_optimizer_class``.
+            clipping: ``"flat"``, ``"normalised"`` (AUTO-S), ``"psac"``, ``"per_layer"`` or
+                ``"adaptive"``; see ``get_optimizer_class``.
             noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
                 knows the seed knows the noise. Not with ``secure_mode``.
             grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.
@@ -134,6 +136,10 @@ class PrivacyEngine(EngineSteps):
                 ones are filled up by rows of nobody, named -1 by ``unit_ids``, which the batch
                 then has and ``privacy_unit`` must name; of larger ones items are left out, which
                 the accountant "pld" counts.
+            release_grid: A power of two: sums with noise are rounded to multiples of this part of
+                the noise's power of two, against attacks on the lowest bits of floating-point
+                numbers (arXiv 2112.05307). ``2 ** -12`` adds 5e-9 to the noise's variance.
+                ``secure_mode`` alone rounds to ``2 ** -16``.
             kwargs: Further arguments of the optimizer class and of the model's wrapper
                 (``deferred_norm``, ``use_ghost_clipping``).
 
@@ -168,6 +174,7 @@ class PrivacyEngine(EngineSteps):
                 correlated_noise=correlated_noise,
                 sampling=sampling,
                 max_batch_size=max_batch_size,
+                release_grid=release_grid,
                 further=kwargs,
             )
         )

@@ -33,7 +33,8 @@ ALLOWED = {
     "checkpoints": {"core", "data", "distributed", "grad_sample", "optimizers", "utils"},
     "distributed_checkpoint": {"checkpoints"},
     "engine_accounting": {"accountants"},
-    "engine_settings": {"accountants", "core"},
+    "planning": {"accountants", "core"},
+    "engine_settings": {"accountants", "core", "planning"},
     "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
     "engine_sampling": {"accountants", "core", "data", "engine_settings"},
     "engine_checkpoints": {

@@ -70,6 +70,10 @@ PARTS: dict[str, Kinds] = {
     "kernels": {"section": str, "error": NUMBER, "ms": dict},
     "launches": {"of": str, "us": dict},
     "tests": {"what": str, "cards": int},
+    "isolation": {"mode": str, "batch": int, "tokens": int, "ms": dict, "share": NUMBER},
+    "whole_steps": {"case": str, "model": str, "batch": int, "seq": int, "ms": NUMBER,
+                    "ratio": NUMBER},
+    "noise_kernels": {"generator": str, "elements": int, "ms": NUMBER},
     "noise": {"accountant": str, "target": NUMBER, "delta": NUMBER, "rate": NUMBER, "steps": int,
               "seconds": NUMBER},
 }  # fmt: skip

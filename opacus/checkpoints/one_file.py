@@ -25,6 +25,7 @@ _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
 _MECHANISM = "privacy_parameters"
+_PLAN = "plan"
 
 
 def save_training_state(
@@ -76,6 +77,7 @@ def load_training_state(
         book = type(accountant)()
         book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
         check_noise(optimizer, checkpoint, steps=len(book))
+        check_plan(optimizer, checkpoint.get(_MECHANISM, {}))
     taken = len(accountant)
     accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
@@ -189,7 +191,22 @@ def _privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
     return {
         "noise_multiplier": optimizer.noise_multiplier,
         "max_grad_norm": optimizer.max_grad_norm,
+        **({} if optimizer.plan is None else {_PLAN: optimizer.plan.state_dict()}),
     }
+
+
+def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a run whose epsilon is about something else.
+
+    Args:
+        optimizer: The private optimizer.
+        saved: What :func:`_privacy_parameters` returned.
+
+    Raises:
+        ValueError: See :meth:`opacus.planning.Plan.check`.
+    """
+    if optimizer.plan is not None and _PLAN in saved:
+        optimizer.plan.check(saved[_PLAN])
 
 
 def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
@@ -198,7 +215,7 @@ def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     The accountant records the noise multiplier of each step, so that epsilon is right anyhow.
     """
     for name, value in _privacy_parameters(optimizer).items():
-        if name in saved and not _close(saved[name], value):
+        if name in saved and name != _PLAN and not _close(saved[name], value):
             warnings.warn(
                 f"the checkpoint was saved with {name} = {saved[name]}; the run goes on with "
                 f"{value}, which make_private was given",

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from opacus.checkpoints import folder as files
 from opacus.checkpoints.folder import Mark, all_or_none, gathered, latest_checkpoint
 from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
-from opacus.checkpoints.one_file import _inner, _privacy_parameters, _warn_of_changes
+from opacus.checkpoints.one_file import _inner, _privacy_parameters, _warn_of_changes, check_plan
 from opacus.checkpoints.positions import LoaderPosition
 from opacus.checkpoints.random_state import RandomState, Secret
 from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
@@ -284,6 +284,7 @@ class Checkpointer:
             # The accountant's own checks, on a copy.
             type(self._engine.accountant)().load_state_dict(shared["accountant"])
             self._check_schedulers(shared["schedulers"])
+            check_plan(self._optimizer, shared["mechanism"])
             check_noise(self._optimizer, shared.get("noise") or {}, steps=shared["step"])
             check_model(chosen, self._module)
             same = shared["world_size"] == size

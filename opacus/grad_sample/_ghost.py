@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opacus.core.privacy.clipping import clip_flat
@@ -47,14 +48,37 @@ class GhostSettings(GradSampleHooks):
     def held_budget(self) -> int | None:
         """Bytes that may be kept for the clipped sum in the ``_bk`` modes.
 
-        Beyond it the smaller of per-sample gradients and records is kept. ``None`` (the
-        default): most of what is free on a CUDA device, and no limit on the CPU.
+        Beyond it nothing is kept of a block but its input and the gradient of its output: it runs
+        forward and backward once more for the sum. Of layers outside of blocks, of compiled
+        blocks, and with deferred norms, the smaller of per-sample gradients and records is kept.
+        Under FSDP2 it is set on all ranks or on none. ``None`` (the default): most of what is free
+        on a CUDA device, and no limit on the CPU; no block runs again.
         """
         return self._strategy.held_budget
 
     @held_budget.setter
     def held_budget(self, value: int | None) -> None:
         self._strategy.held_budget = _bytes("held_budget", value)
+        self._strategy.limit_memory(self._module)
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes of a GPU that the step may use at its peak, in the ``_bk`` modes.
+
+        It may be set as a share of the card, such as 0.9. What is held follows from it block by
+        block, as for :attr:`held_budget`; a step without privacy needs what is left.
+        """
+        return self._strategy.memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: float | None) -> None:
+        if value is not None and not torch.cuda.is_available():
+            raise ValueError("memory_budget is a GPU's, and there is none: set held_budget")
+        if value is not None and 0 < value <= 1:
+            value = value * torch.cuda.get_device_properties("cuda").total_memory
+        whole = None if value is None else int(value)
+        self._strategy.memory_budget = _bytes("memory_budget", whole)
+        self._strategy.limit_memory(self._module)
 
     @property
     def _deferred_norm_cache(self) -> list[Record]:
@@ -115,8 +139,9 @@ class GhostNorms(GhostSettings):
         return self.per_sample_gradient_norms if found is None else found
 
     def get_clipping_coef(self) -> Tensor:
-        """``[B]`` factors ``min(1, C / (norm + 1e-6))``; 0 where the norm is not finite."""
-        return clip_flat(self.get_norm_sample(), self._privacy.sensitivity).factors
+        """``[B]`` clipping factors; 0 where the norm is not finite."""
+        norms, privacy = self.get_norm_sample(), self._privacy
+        return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Say which parameter each of the per-layer clipping norms belongs to."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.record.recorder import Recorder
+from opacus.core.sums.strategy import Ghost
 from opacus.grad_sample._guards import Guards
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, say_what_is_unheld
 
@@ -80,6 +81,8 @@ class HeldParameters(AbstractGradSampleHooks):
             force_functorch=self.force_functorch,
         )
         self._strategy.go_on_from(strategy)
+        if isinstance(self._strategy, Ghost):
+            self._strategy.limit_memory(self._module)
         if not accumulation:
             self.forbid_grad_accumulation()
         for _, parameter in new:

@@ -199,6 +199,15 @@ class GradSampleHooks(NamedByUser):
         self.hooks_enabled = True
         self._recorder.enabled = True
 
+    def _explain(self, error: RuntimeError) -> None:
+        repeated = sorted(self._recorder.whose.repeats.open)
+        if repeated and "size of tensor" in str(error):
+            raise ValueError(
+                f"layers {repeated[:5]} ran once for all samples, so each sample was given its own "
+                f"copy of what they returned, which the model could not use: {error}. Give them "
+                "one row for each of the rows that they are combined with (expand), or freeze them"
+            ) from error
+
     def capture_backprops_hook(
         self,
         module: nn.Module,

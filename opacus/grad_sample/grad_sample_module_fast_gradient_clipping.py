@@ -180,10 +180,11 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            return clip_flat(self.per_sample_gradient_norms, self._privacy.sensitivity)
+            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
-        norms = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
-        return clip_each(norms, by_name)
+        of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
+        return clip_each(of_layers, by_name)
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add the clipped sum to the parameters' ``grad``, by a second backward pass.

@@ -124,7 +124,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         """Run the wrapped module.
 
         Raises:
-            RuntimeError: What the module raised; for an empty batch it says what to change.
+            RuntimeError: What the module raised; for an empty batch it says what to change, and
+                so it does where a layer's output got a row for each sample.
         """
         self._follow_unfreezing()
         if self.privacy_unit is not None:
@@ -133,6 +134,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
             return self._run(*args, **kwargs)
         except RuntimeError as error:
             if "tensor of 0 elements" not in str(error):
+                self._explain(error)
                 raise
             raise RuntimeError(
                 f"the model fails on an empty batch, which Poisson sampling may draw: {error}. In "
@@ -145,6 +147,9 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
 
     def _follow_unfreezing(self) -> None:
         """Record what was made trainable since the last forward pass; nothing here."""
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise what is likely behind an error of the module's forward; nothing here."""
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take what is not the model's from its arguments; nothing here."""

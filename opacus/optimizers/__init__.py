@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.step.modes import Mode, mode_of
 from opacus.optimizers.adaclipoptimizer import AdaClipDPOptimizer
 from opacus.optimizers.ddp_perlayeroptimizer import (
@@ -43,8 +44,8 @@ def get_optimizer_class(
     """The optimizer class for a way of clipping, a parallelism and a mode.
 
     Args:
-        clipping: ``"flat"``, ``"per_layer"`` (``max_grad_norm`` is a list) or
-            ``"adaptive"`` (:class:`AdaClipDPOptimizer`).
+        clipping: ``"flat"``, ``"normalised"``, ``"psac"``, ``"per_layer"`` (``max_grad_norm`` is a
+            list) or ``"adaptive"`` (:class:`AdaClipDPOptimizer`).
         distributed: Whether ranks hold different samples (DDP or FSDP).
         grad_sample_mode: Grad sample mode; ``None`` means ``"hooks"``.
 
@@ -52,14 +53,14 @@ def get_optimizer_class(
         ValueError: There is no such combination.
     """
     mode = mode_of(grad_sample_mode or "hooks")
-    if clipping not in ("flat", "per_layer", "adaptive"):
+    if clipping not in (*FLAT_RULES, "per_layer", "adaptive"):
         raise ValueError(
             f"Unexpected optimizer parameters. Clipping: {clipping!r}, distributed: {distributed}; "
-            "clipping must be 'flat', 'per_layer' or 'adaptive'"
+            "clipping must be 'flat', 'normalised', 'psac', 'per_layer' or 'adaptive'"
         )
     if mode.needs_criterion:
         return _ghost_class(clipping, distributed, mode)
-    if clipping == "flat":
+    if clipping in FLAT_RULES:
         return DistributedDPOptimizer if distributed else DPOptimizer
     if clipping == "per_layer":
         return DistributedPerLayerOptimizer if distributed else DPPerLayerOptimizer

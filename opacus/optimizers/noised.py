@@ -13,6 +13,7 @@ from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Single, divide
+from opacus.optimizers.adam import tell_noise
 
 UNCLEARED = (
     "the gradients of an earlier step are still there and would be released a second time: call "
@@ -34,6 +35,7 @@ class NoisedSums:
     # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
     _overwrites_sums: bool = False
     _clipped_with = 0.0  # largest C of the batches in this step
+    _noise_std = 0.0  # of the step's own draws
 
     def _note_clipping_norm(self) -> None:
         """C may change before the step (by a scheduler, say): the noise is for the largest."""
@@ -55,6 +57,7 @@ class NoisedSums:
         check_processed(sums)
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
+        self._noise_std = std
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
@@ -100,6 +103,7 @@ class NoisedSums:
         if self.loss_reduction == "mean":
             divisor = self.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
+        tell_noise(self.original_optimizer, self._noise_std * self._layout.noise_spread / divisor)
         self._divide(divisor)
 
     def _divide(self, divisor: float | Tensor) -> None:

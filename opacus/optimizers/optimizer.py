@@ -203,7 +203,7 @@ class DPOptimizer(
         if not samples:
             return []
         norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
-        return [clip_flat(norms, self._privacy.sensitivity)] * len(samples)
+        return [clip_flat(norms, self._privacy.sensitivity, self._privacy.clip_rule)] * len(samples)
 
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
         """``[B]`` norms of each parameter's per-sample gradients, on one device, unscaled."""

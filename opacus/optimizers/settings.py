@@ -15,6 +15,8 @@ class PrivacySettings:
 
     _privacy: PrivacyParams
     _layout: Single
+    # What make_private was asked for, an opacus.planning.Plan; None without an engine.
+    plan: Any = None
 
     @property
     def noise_multiplier(self) -> float:

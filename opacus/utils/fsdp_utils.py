@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.record.blocks import blocks_of
 
 
 def has_params(module: nn.Module) -> bool:
@@ -68,26 +69,6 @@ def _shard_each(modules: Iterable[nn.Module], kwargs: dict[str, Any]) -> None:
     for module in modules:
         if not is_fsdp(module):
             fully_shard(module, **kwargs)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, outermost first found."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
-    _collect(model, names, found)
-    if names and not found:
-        _collect(model, set(), found)
-    return found
-
-
-def _collect(module: nn.Module, names: set[str], found: list[nn.Module]) -> None:
-    for child in module.children():
-        in_list = not names and isinstance(module, nn.ModuleList)
-        block = in_list or type(child).__name__ in names
-        if block and next(child.parameters(), None) is not None:
-            found.append(child)
-        else:
-            _collect(child, names, found)
 
 
 def _layers_below(module: nn.Module) -> Iterator[nn.Module]:

@@ -27,6 +27,15 @@ def test_delta_adds_what_the_theorem_says() -> None:
     assert p_value(1.0, delta, canaries=m, guesses=r, correct=v) == pytest.approx(want, rel=1e-10)
 
 
+@pytest.mark.parametrize("epsilon,guesses", [(0.0, 7), (0.5, 30), (3.0, 100)])
+def test_all_guesses_right_in_closed_form(epsilon: float, guesses: int) -> None:
+    """``(e^epsilon / (1 + e^epsilon))^r``, whatever the number of canaries."""
+    want = (math.exp(epsilon) / (1 + math.exp(epsilon))) ** guesses
+    for canaries in (guesses, 10 * guesses):
+        got = p_value(epsilon, 0.0, canaries=canaries, guesses=guesses, correct=guesses)
+        assert got == pytest.approx(want, rel=1e-9)
+
+
 def test_all_guesses_right() -> None:
     """With 100 right of 100, epsilon is refuted while (1 + e^-epsilon)^-100 <= 5%."""
     edge = -math.log(0.05 ** (-1 / 100) - 1)

@@ -89,6 +89,7 @@ def test_draw_by_gaps_has_the_same_distribution(rate: float) -> None:
     assert_independent_coins(standardised(batches, 40, rate))
 
 
+@pytest.mark.slow
 def test_draw_by_gaps_goes_on_if_it_drew_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, uniforms = [], Coins.uniforms
 
@@ -124,6 +125,7 @@ def test_large_population_is_not_visited(
     assert_chi2(((bins - mean) ** 2 / mean).sum(), 19)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 2.0**-13])
 def test_coins_of_the_operating_system(rate: float) -> None:
     size, steps = int(8 / rate), 3000

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -201,70 +198,3 @@ def test_arguments_that_cannot_be(kw: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         private(model, "ghost", **kw)
     assert set(vars(model)) == before
-
-
-# --- any model made of such moves ---
-
-
-def _sorted(net: Any, h: Tensor) -> Tensor:
-    order = h.detach().flatten(1).norm(dim=1).argsort()
-    return net.b(h[order]).tanh()[order.argsort()]
-
-
-def _routed(net: Any, h: Tensor) -> Tensor:
-    flat = h.reshape(-1, D)
-    out = flat.clone()
-    some = flat.detach()[:, 1] > 0
-    out[some] = net.a(flat[some]).tanh()
-    return out.view(h.shape)
-
-
-def _gathered(net: Any, h: Tensor) -> Tensor:
-    order = h.detach().norm(dim=-1).argsort(1)
-    return net.a(h.gather(1, order[..., None].expand_as(h))).tanh()
-
-
-MOVES: list[Callable[[Any, Tensor], Tensor]] = [
-    lambda net, h: net.a(h.flatten(0, 1)).tanh().unflatten(0, (-1, T)),
-    lambda net, h: net.b(h.transpose(0, 1)).tanh().transpose(0, 1),
-    lambda net, h: torch.cat(net.a(torch.cat([h, h.flip(1)])).tanh().chunk(2), 1)[:, ::2],
-    lambda net, h: net.norm(h.repeat_interleave(2, 0)).view(-1, 2, T, D).sum(1),
-    lambda net, h: net.conv(h.transpose(1, 2)).transpose(1, 2).tanh(),
-    lambda net, h: h.roll(1, 0).roll(-1, 0) + net.b(h[:, :1]),
-    lambda net, h: torch.stack([net.a(part).tanh() for part in h.split(2)[:0]] or [h])[0],
-    _sorted,
-    _routed,
-    _gathered,
-]
-
-
-@settings(
-    max_examples=12, deadline=None, derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(
-    moves=st.lists(st.integers(0, len(MOVES) - 1), min_size=1, max_size=4),
-    seed=st.integers(0, 1000),
-    users=st.lists(st.integers(0, 2), min_size=B, max_size=B),
-)
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
-def test_any_model_of_moves(mode: str, moves: list[int], seed: int, users: list[int]) -> None:
-    def use(net: Any, x: Tensor) -> Tensor:
-        for move in moves:
-            x = MOVES[move](net, x)
-        return x.mean(1)
-
-    x, y = inputs(seed)
-    named = torch.tensor(users)
-    members = [torch.where(named == u)[0] for u in sorted(set(users))]
-    model = Net(use)
-    made = private(copy.deepcopy(model), mode, len(members), privacy_unit="users")
-    got = step(made, x, y, users=named)
-    assert_right(got, clipped_sum(model, x, y, members))
-    for left in range(len(members)):  # without a unit: at most C away
-        rest = torch.cat([m for u, m in enumerate(members) if u != left]) if members[1:] else None
-        if rest is None:
-            continue
-        less = step(made, x[rest], y[rest], users=named[rest])
-        change = torch.cat([(a - b).flatten() for a, b in zip(got, less, strict=True)]).norm()
-        assert change <= CLIP * (1 + 1e-4)

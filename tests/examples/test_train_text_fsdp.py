@@ -26,7 +26,9 @@ from training import EncodedTexts, Task, evaluate
 from opacus.checkpoints.folder import read_manifest
 from opacus.distributed_checkpoint import Checkpointer, latest_checkpoint
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import preload, run_distributed
+
+preload("transformers.models.llama.modeling_llama")
 
 EPOCHS = 3
 

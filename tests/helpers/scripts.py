@@ -127,5 +127,4 @@ def _main(
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: threads of PyTorch may abort a process that has done its work and is ending.
-    os._exit(status)
+    sys.exit(status)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memory_test.benchmarks.host_overhead import chosen_ways, count, main, parse, table
-from tests.memory_test.scripts import MEMORY_TEST, run
+from tests.memory_test.scripts import MEMORY_TEST, forked
 
 SCRIPT = MEMORY_TEST / "benchmarks" / "host_overhead.py"
 
@@ -17,7 +17,11 @@ def test_it_measures_one_process_and_two(tmp_path) -> None:
     output = tmp_path / "overhead.json"
     settings = "one process,FSDP2 on two"
     modes = "ghost_bk,ghost,ghost_fsdp_bk"
-    done = run(SCRIPT, "--iters", "2", "--settings", settings, "--modes", modes, "--output", output)
+    done = forked(
+        SCRIPT,
+        *("--iters", "2", "--settings", settings, "--modes", modes, "--output", output),
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     found = {(row["setting"], row["mode"]): row for row in rows}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.undisturbed import undisturbed, without_dropout
+from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.privacy.parameter_hooks import has_hooks
 from opacus.core.record.aside import aside, others
@@ -159,7 +159,7 @@ class Probe:
             except (RuntimeError, ValueError) as error:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
-        with aside(recorder, sink):
+        with same_buffers(self._model), aside(recorder, sink):
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
             with recorder.backward():
@@ -183,7 +183,7 @@ class Probe:
         if not self._plain:
             return _column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
-        with self._recorder.paused():
+        with same_buffers(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
         squares: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_random_states(model))
         stack.enter_context(_attributes(model))
-        stack.enter_context(_buffers(model))
+        stack.enter_context(same_buffers(model))
         stack.enter_context(_gradients(model))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -66,7 +66,8 @@ def _attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _buffers(model: nn.Module) -> Iterator[None]:
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers are as before (power iterations, statistics, counters)."""
     tables = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
     kept = [
         (b, b.detach().clone())

@@ -13,6 +13,7 @@ from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
+from opacus.core.record.blocks import Visit
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
 
@@ -22,6 +23,16 @@ class Storage(Protocol):
 
     def stores(self, record: Record) -> bool:
         """Whether its per-sample gradients are kept (else the record is)."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether blocks may be left to a replay."""
+
+    def replays(self, record: Record) -> Visit | None:
+        """The run of its block that is repeated, so that nothing of it is kept."""
+
+    def visited(self, record: Record) -> None:
+        """Its norm is known, or will be."""
 
 
 class NormLedger:
@@ -111,7 +122,11 @@ class NormLedger:
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
         if self._queue.records:
-            Together(self).settle(self._queue.empty())
+            waiting = self._queue.empty()
+            for record in waiting:  # a layer's gradients are formed in all uses, or in none
+                if record.spec.name in self.kept.layers:
+                    self.kept.form(record)
+            Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
         norms = sums_of_squares([formed[owner] for owner in left])
@@ -136,6 +151,8 @@ class NormLedger:
         """
         kept = self.kept
         if self.planner is not None:
+            if self.planner.limited:
+                records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
                     kept.form(record)
@@ -149,8 +166,22 @@ class NormLedger:
             compute(records)
             return
         for record in records:
-            rule = record.layer.rule
-            self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
+            self._measure(record)
+
+    def _measure(self, record: Record) -> None:
+        rule = record.layer.rule
+        self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
+
+    def _left_to_a_replay(self, record: Record) -> bool:
+        """Whether a record was measured and is not kept, for its block runs again."""
+        assert self.planner is not None
+        visit = self.planner.replays(record)
+        if visit is not None:
+            for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
+                self._accumulate(owner, norm_sq)
+            self._measure(record)
+        self.planner.visited(record)
+        return visit is not None
 
     def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
         """The squared norms of a layer, by local name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,9 @@ from torch import Tensor
 # Keeps the division finite for a zero gradient; Opacus uses the same value, so
 # that trajectories agree.
 EPSILON = 1e-6
+# Of AUTO-S and of PSAC, as in their papers; no gradient is enlarged more than C / these.
+_STABILITY = 0.01
+_REACH = 0.1
 
 
 class Factors(ABC):
@@ -77,21 +80,46 @@ class ClippedEach(Factors):
         return torch.zeros_like(self.excluded, dtype=torch.float32) if known is None else known
 
 
-def clip_flat(norms: Tensor, max_grad_norm: float) -> Clipped:
-    """Factors of flat clipping (Abadi et al., arXiv:1607.00133).
+def _threshold(norms: Tensor, limit: float) -> Tensor:
+    """Gradients longer than C are shortened (Abadi et al., arXiv:1607.00133)."""
+    return (limit / (norms + EPSILON)).clamp(max=1.0)
+
+
+def _normalised(norms: Tensor, limit: float) -> Tensor:
+    """AUTO-S: all gradients get about length C, small ones less (Bu et al., arXiv:2206.07136)."""
+    return limit / (norms + _STABILITY)
+
+
+def _adaptive(norms: Tensor, limit: float) -> Tensor:
+    """PSAC: small gradients are not enlarged without end (Xia et al., arXiv:2212.00328)."""
+    return limit / (norms + _REACH / (norms + _REACH))
+
+
+# Rules that look at a sample's whole norm n: factor * n <= C for every n >= 0.
+FLAT_RULES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "flat": _threshold,
+    "normalised": _normalised,
+    "psac": _adaptive,
+}
+
+
+def clip_flat(norms: Tensor, max_grad_norm: float, rule: str = "flat") -> Clipped:
+    """Factors of clipping by the norm of a sample's whole gradient.
 
     Args:
         norms: ``[B]`` norms of the whole per-sample gradients.
-        max_grad_norm: Clipping norm C > 0; ``inf`` leaves every gradient as it is.
+        max_grad_norm: Clipping norm C > 0; with the rule ``"flat"``, ``inf`` leaves every gradient
+            as it is.
+        rule: One of ``FLAT_RULES``.
 
     Guarantee: the sum of the weighted per-sample gradients changes by at most C
     in L2 norm when one sample is removed.
 
-    Edge cases: a zero gradient gets factor 1; a NaN or infinite norm gets factor
+    Edge cases: a zero gradient gets a finite factor; a NaN or infinite norm gets factor
     0 and is reported as excluded; an empty batch gives empty factors.
     """
     excluded = ~torch.isfinite(norms)
-    factors = (max_grad_norm / (norms + EPSILON)).clamp(max=1.0)
+    factors = FLAT_RULES[rule](norms, max_grad_norm)
     return Clipped(factors.masked_fill(excluded, 0.0), excluded)
 
 

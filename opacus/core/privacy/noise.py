@@ -50,6 +50,7 @@ def add_noise(
     secure: bool = False,
     number: int | None = None,
     past: Sequence[tuple[float, int]] = (),
+    part: float | None = None,
 ) -> None:
     """Write sums with noise to where they go; of sharded tensors, each rank its own shard.
 
@@ -62,6 +63,8 @@ def add_noise(
         secure: ChaCha20 instead of Philox.
         number: Of the step, from ``key.advance``; by default a new one.
         past: Weights and numbers of earlier steps whose noise is made again and added, too.
+        part: Round sums to a grid of this part of the noise; see
+            :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
     """
     step = key.advance(purpose) if number is None else number
     sources, targets, names = zip(*sums, strict=True) if sums else ((), (), ())
@@ -75,7 +78,7 @@ def add_noise(
         if device != local.device:  # one at a time: there is no room for all
             moved = local.to(device)
             result = torch.empty_like(moved, dtype=place.dtype)
-            add_gaussian(std, _draws(source, moved, result, keys), step, secure, past)
+            add_gaussian(std, _draws(source, moved, result, keys), step, secure, past, part)
             place.copy_(result)
             continue
         if not place.is_contiguous():
@@ -84,7 +87,7 @@ def add_noise(
             )
         draws += _draws(source, local, place, keys)
     if draws:
-        add_gaussian(std, draws, step, secure, past)
+        add_gaussian(std, draws, step, secure, past, part)
     for place, result in back:
         place.copy_(result)
 

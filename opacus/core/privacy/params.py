@@ -38,6 +38,8 @@ class PrivacyParams:
         if loss_reduction not in REDUCTIONS:
             raise ValueError(f"loss_reduction must be one of {REDUCTIONS}, got {loss_reduction!r}")
         self.loss_reduction = loss_reduction
+        # How a sample's whole norm becomes its factor; see opacus.core.privacy.clipping.
+        self.clip_rule = "flat"
         self._max_grad_norm = 0.0
         self.max_grad_norms: list[float] | None = None
         # Noise of a private count that shares the budget (adaptive clipping), or None.

@@ -49,6 +49,7 @@ class Single:
     Attributes:
         key: Key of the run.
         correlation: How the noise of steps hangs together; ``None`` if it is independent.
+        grid: Sums with noise are rounded to this part of it; ``None``: in secure mode only.
     """
 
     world_size = 1
@@ -60,6 +61,7 @@ class Single:
         self.secure_mode = secure_mode
         self.key = self._new_key()
         self.correlation: Correlation | None = None
+        self.grid: float | None = None
 
     def correlate(self, plan: CorrelatedNoise, split: Split) -> None:
         """From now on steps have correlated noise; see that class."""
@@ -84,6 +86,11 @@ class Single:
     def noise_growth(self) -> float:
         """Deviation of the draws relative to that of independent noise for the same privacy."""
         return 1.0 if self.correlation is None else self.correlation.plan.sensitivity
+
+    @property
+    def noise_spread(self) -> float:
+        """Deviation of the latest step's noise relative to that of its own draws."""
+        return 1.0 if self.correlation is None else self.correlation.spread
 
     def skip_noise(self) -> None:
         """A step was skipped: correlated noise knows when a sample takes part by its number."""
@@ -149,7 +156,7 @@ class Single:
                 for total, dtype, name, _ in piece
             ]
             if std:
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past)
+                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
             else:
                 for total, target, _ in todo:
                     if target is not total:

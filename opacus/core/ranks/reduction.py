@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
-from opacus.core.platform.sharded import is_dtensor, local_of
+from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
 from opacus.core.sums.terms import Terms, add_to_grad
@@ -113,6 +114,22 @@ class ShardedSink:
             self._launch()
         while self._flying:
             self._land(self._flying.pop(0))
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """A block is replayed if any rank that has a shard of it wants to: all gather it."""
+        result = [wanted for _, wanted in blocks]
+        groups: dict[Any, list[int]] = {}
+        for place, (owners, _) in enumerate(blocks):
+            groups.setdefault(self._shards_of(min(owners)).group, []).append(place)
+        for group, places in groups.items():
+            if dist.get_world_size(group) == 1:
+                continue
+            device = compute_device(self.parameters[min(blocks[places[0]][0])])
+            flags = torch.tensor([result[p] for p in places], dtype=torch.int32, device=device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+            for place, flag in zip(places, flags.tolist(), strict=True):
+                result[place] = bool(flag)
+        return result
 
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""

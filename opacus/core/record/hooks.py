@@ -12,6 +12,7 @@ from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
 from opacus.core.record.reached import Reached
+from opacus.core.record.readers import buffered
 from opacus.core.record.record import ForwardPass, Use
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -75,6 +76,8 @@ class LayerHooks:
         self.layer = layer
         # Parameters of the calls that are running, whose place detached ones have.
         self._swapped: list[dict[str, nn.Parameter]] = []
+        # Parts whose buffers a rule that runs the layer again has to start from.
+        self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
 
@@ -83,6 +86,13 @@ class LayerHooks:
         if not self.recorder.active(module):
             return
         self._swapped.append(self.layer.detach_parameters(module))
+        if self._stateful:
+            self.layer.buffers_before = {
+                f"{path}.{name}" if path else name: buffer.clone()
+                for path in self._stateful
+                for name, buffer in module.get_submodule(path)._buffers.items()
+                if buffer is not None
+            }
 
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""

@@ -41,6 +41,8 @@ class Layer:
     batch_first: bool | None = None
     features: int | None = None
     unheld: frozenset[str] = frozenset()
+    # Those that its latest run has started from, by name, if they are small (power iterations).
+    buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
 
     @property

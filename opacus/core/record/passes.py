@@ -10,6 +10,8 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from opacus.core.record.named import NamedUnits
@@ -57,6 +59,15 @@ class Passes:
         self.current = ForwardPass(self.generation, batch, self._sizes, named=named)
         self.generation.calls.add(self.current)
         return self.current
+
+    @contextmanager
+    def again(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """A part of a call that is over runs once more."""
+        before, self.current = self.current, forward_pass
+        try:
+            yield
+        finally:
+            self.current = before
 
     @property
     def told(self) -> int | None:

@@ -9,11 +9,13 @@ them elsewhere after all, autograd delivers their gradient past the taps, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+# Elements of buffers that are copied before each run of a layer that has to run again.
+MOST_ELEMENTS = 1 << 16
 # Parts of transformers' state space and linear attention layers, which read their parameters.
 _STATE_SPACE = ("conv1d", "dt_proj")
 
@@ -50,6 +52,19 @@ def held_for(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         for path, part in inner:
             yield (f"{name}.{path}" if path else name), part
+
+
+def buffered(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the module and its held parts with small buffers, which a forward may change."""
+    parts = [("", module), *held_for(module)]
+    return tuple(path for path, part in parts if _changes(list(part._buffers.values())))
+
+
+def _changes(buffers: Sequence[Tensor | None]) -> bool:
+    known = [b for b in buffers if b is not None]
+    return (
+        any(b.is_floating_point() for b in known) and sum(b.numel() for b in known) <= MOST_ELEMENTS
+    )
 
 
 def _with_held(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

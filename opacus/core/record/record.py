@@ -121,6 +121,7 @@ class Use:
         "_inputs",
         "_sink",
         "batch_dim",
+        "buffers",
         "forward_pass",
         "layer",
         "refusal",
@@ -146,6 +147,7 @@ class Use:
         self.units: Units | None = None  # of its rows, if they are not the units themselves
         self.refusal: str | None = None  # what to say if its rows, nobody's, get a gradient
         self.repeated = False  # whether one output was repeated for all samples
+        self.buffers = layer.buffers_before
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
         self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
@@ -223,6 +225,7 @@ class Record:
     forward_pass: ForwardPass | None = None
     versions: list[int] | None = None  # of the tensors, since it was kept
     averaged: int | None = None  # number of rows that a mean of losses is of, if not `rows`
+    regrouped: bool = False  # its rows were not the units
     borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
     batch: int = field(init=False)
     device: torch.device = field(init=False)
@@ -300,7 +303,8 @@ def record_of(
     first = backprops[0]
     batch, dtype = first.shape[0], first.dtype
     if layer.rule.needs_parameters:
-        activations: Any = Call.of(layer.module, *use.rebuild(inputs), dim, use.spec.params)
+        arguments = use.rebuild(inputs)
+        activations: Any = Call.of(layer.module, *arguments, dim, use.spec.params, use.buffers)
     elif layer.rule.as_given:
         activations = tuple(inputs)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ def regrouped(
     rebuild: Callable[[list[Tensor]], Arguments],
     tensors: Sequence[Tensor],
     grads: Sequence[Tensor],
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[Layer, LayerSpec, Any, Any]:
     """Layer, spec, activations and backprops of a record in which row u is unit u.
 
@@ -35,17 +36,18 @@ def regrouped(
         rebuild: Puts tensors in the places of those among the layer's arguments.
         tensors: Its inputs, detached.
         grads: Gradients with respect to its outputs.
+        buffers: Those that it has started from, where they may be others now.
 
     Raises:
         ValueError: Names the layer; see :meth:`LayerRule.regroup`.
     """
-    dim = units.dim or 0
+    dim, units = units.in_front()
     backprops = [_in_front(g.detach(), dim) for g in grads]
     inputs = [_in_front(t, dim) for t in tensors]
     first = backprops[0]
     rule, outputs = layer.rule, first if len(backprops) == 1 else tuple(backprops)
     if rule.needs_parameters:
-        activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params)
+        activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params, buffers)
     elif rule.as_given:
         activations = tuple(inputs)
     else:
@@ -86,7 +88,7 @@ def record_by_unit(
     forward_pass, name = use.forward_pass, use.spec.name
     inputs = [t.detach() for t in tensors]
     layer, spec, activations, backprops = regrouped(
-        use.layer, use.spec, units, use.rebuild, inputs, grads
+        use.layer, use.spec, units, use.rebuild, inputs, grads, use.buffers
     )
     return Record(
         layer=layer,
@@ -95,6 +97,7 @@ def record_by_unit(
         backprops=backprops,
         rows=units.count,
         averaged=forward_pass.batch,
+        regrouped=True,
         reused=forward_pass.generation.uses.get(name, 0) > 1,
         generation=forward_pass.generation,
         forward_pass=forward_pass,

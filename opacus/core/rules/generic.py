@@ -47,14 +47,19 @@ class Call:
         kwargs: dict[str, Any],
         batch_dim: int,
         names: Iterable[str] = (),
+        started_from: Mapping[str, Tensor] | None = None,
     ) -> Call:
-        """A call with ``module``'s own tensors of now, and those of its parts so named."""
+        """A call with ``module``'s own tensors of now, and those of its parts so named.
+
+        Buffers are those that the call has ``started_from``, where that is known.
+        """
         parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
         for path, _, name in (n.rpartition(".") for n in names if "." in n):
             held = module.get_submodule(path)._parameters[name]
             assert held is not None
             parameters[f"{path}.{name}"] = held.detach()
         buffers = {n: b for n, b in module._buffers.items() if b is not None}
+        buffers |= started_from or {}
         return cls(args, kwargs, parameters, buffers, batch_dim)
 
     def split(self, batch: int) -> tuple[list[Any], list[int]]:

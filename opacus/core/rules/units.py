@@ -9,7 +9,7 @@ when it is made (:mod:`opacus.core.rules.regroup`): row u of the new one holds a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,13 @@ class Units:
         if key not in self._places:
             self._places[key] = _places(self.over(shape, device).reshape(-1), self.count)
         return self._places[key]
+
+    def in_front(self) -> tuple[int, Units]:
+        """The dimension that has the units, and the units once it is the first one."""
+        ids = self.ids
+        if ids is None or ids.dim() < 2 or ids.numel() != ids.shape[-1]:
+            return self.dim or 0, self
+        return ids.dim() - 1, replace(self, ids=ids.reshape(-1))
 
     def renamed(self, names: Tensor, count: int) -> Units:
         """The same rows, where unit i has another name.

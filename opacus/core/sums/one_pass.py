@@ -7,7 +7,8 @@ chooses for each layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.privacy.clipping import Factors
+from opacus.core.record.blocks import Blocks, replayable
+from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner, free_memory
-from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.replay import Replay
+from opacus.core.sums.seen import BLOCK_ADVICE, compared
+from opacus.core.sums.strategy import Ghost, Phase
 from opacus.core.sums.terms import GradientSink, KeptSums, Terms
 from opacus.core.sums.weighting import Weighting
 
@@ -46,11 +51,14 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
+        self._again: Callable[[Record], None] | None = None
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
-        budget = self.held_budget
-        self.planner.start(free_memory(losses.device) if budget is None else budget)
+        budget, peak = self.held_budget, self.memory_budget
+        if budget is None and peak is None:
+            budget = free_memory(losses.device)
+        self.planner.start(budget, peak)
         super().norm_pass(losses, retain_graph)
 
     def abandon(self) -> None:
@@ -70,11 +78,53 @@ class OnePass(Ghost):
             self._sum_whole(clipped)
             return
         ledger, self.ledger = self.ledger, None
-        sums = KeptSums(ledger.kept.take_held(), Weighting(clipped))
+        weighting = Weighting(clipped)
+        sums = KeptSums(ledger.kept.take_held(), weighting)
+        replay = self._replay(weighting)
         formed = ledger.kept.formed
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         factors = [clipped.of(name) for name in names]
         for name, own in zip(names, factors, strict=True):
-            stored, later = formed.pop(name, None), sums.terms_of(name)
+            again = [] if replay is None else replay.terms_of(name)
+            stored, later = formed.pop(name, None), sums.terms_of(name) + again
             self.sink.put(name, Terms(stored, later, own, clipped.masked))
         self.sink.finish()
+        self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
+
+    def _replay(self, weighting: Weighting) -> Replay | None:
+        """The blocks that run again; ``None`` if none may."""
+        blocks = self.planner.blocks
+        if blocks is None:
+            return None
+        visits, blocks.chosen = blocks.chosen, []
+        wanted = {id(visit.block) for visit in visits}
+        agreed = self.sink.agree([(b.owners, id(b) in wanted) for b in blocks.found])
+        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
+        return Replay(some, visits, weighting, self.planner.seen, self._recording)
+
+    @contextmanager
+    def _recording(
+        self, forward_pass: ForwardPass, take: Callable[[Record], None]
+    ) -> Iterator[None]:
+        """Layers are tapped as in a forward pass; what their backward brings is taken."""
+        self._again, self.phase = take, Phase.SUM
+        try:
+            with self.recorder.backward(), self.recorder.passes.again(forward_pass):
+                yield
+        finally:
+            self._again, self.phase = None, Phase.IDLE
+
+    def _weigh(self, record: Record) -> None:
+        if self._again is not None:
+            self._again(record)
+
+    def limit_memory(self, model: nn.Module) -> None:
+        """A budget has been set or taken away: blocks may have to run again, or not any more."""
+        blocks, self.planner.blocks = self.planner.blocks, None
+        if blocks is not None:
+            blocks.remove()
+        limited = self.held_budget is not None or self.memory_budget is not None
+        if limited and not self.deferred:
+            recorder = self.recorder
+            self.planner.blocks = Blocks(recorder, replayable(model, recorder.layers))
+            recorder.handles += self.planner.blocks.handles

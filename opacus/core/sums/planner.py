@@ -6,7 +6,10 @@ the sum weights them. No matrix work beyond that of ordinary training, ``B n`` e
 ``"keep"``: activations and backprops. The norm is computed from them (by Gram matrices or
 in pieces, whichever is cheaper), the weighted gradient by one product later.
 
-Both are exact; the choice changes speed and memory only.
+``"replay"``: nothing, where no more may be held; the layer's block runs forward and backward once
+more, from what it was given and the gradient of its output.
+
+All are exact; the choice changes speed and memory only.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import torch
 from torch import Tensor
 
 from opacus.core.platform.sizes import FREE_MEMORY_SHARE
+from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.rates import rates_of
+from opacus.core.sums.seen import Seen
 
 # Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
 STORE_PASSES = 3
@@ -38,7 +43,7 @@ class Choice:
         kind: Class of the layer.
         batch: Number of samples B.
         shapes: Shapes of activations and backprops.
-        what: ``"store"`` or ``"keep"``.
+        what: ``"store"``, ``"keep"`` or ``"replay"``.
         milliseconds: Estimated time beyond non-private training, of each choice.
         bytes: Memory held until the sum, of each choice.
     """
@@ -64,13 +69,79 @@ class Planner:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.choices: dict[str, Choice] = {}
+        self.blocks: Blocks | None = None  # that can be run again
+        self.seen = Seen(all_tensors=True)
+        self.peak_bytes: int | None = None
+        self._looked: Visit | None = None
+        self._transient = 0  # bytes of the records of a block
         self._known: dict[Hashable, Choice] = {}
 
-    def start(self, budget_bytes: int | None) -> None:
-        """Begin a new backward pass."""
+    def start(self, budget_bytes: int | None, peak_bytes: int | None = None) -> None:
+        """Begin a new backward pass.
+
+        Args:
+            budget_bytes: Memory that may be held; ``None``: no limit.
+            peak_bytes: Memory of the device that may be in use at any time of the step.
+        """
+        self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
+        if peak_bytes is not None:
+            free = max(0, peak_bytes - torch.cuda.memory_allocated())
+            budget_bytes = free if budget_bytes is None else min(free, budget_bytes)
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.choices = {}
+        self.seen = Seen(all_tensors=True)
+        if self.blocks is not None:
+            self.blocks.start()
+
+    @property
+    def limited(self) -> bool:
+        """Whether blocks may have to run again."""
+        return self.blocks is not None
+
+    def replays(self, record: Record) -> Visit | None:
+        """The visit of a block that is run again, so that nothing of ``record`` is held.
+
+        That is chosen when nothing more of the block may be held: what has been held of it until
+        then is to be dropped.
+        """
+        visit = None if self.blocks is None else self.blocks.of(record)
+        if visit is None or self.budget_bytes is None or not record.layer.rule.norm_is_local:
+            return None
+        assert self.blocks is not None
+        self._look(visit)
+        choice = self._choice(record)
+        self.seen.measured(record)
+        if not visit.chosen:
+            # The blocks to come may all have to be replayed.
+            later = self.blocks.waiting * visit.bytes
+            if self.held_bytes + later + min(choice.bytes.values()) <= self.budget_bytes:
+                return None
+            visit.chosen = True
+            self.blocks.chosen.append(visit)
+            self.held_bytes += visit.bytes - visit.held
+            for name in visit.names:
+                self.choices[name] = replace(self.choices[name], what="replay")
+        self.choices[choice.layer] = replace(choice, what="replay")
+        return visit
+
+    def _look(self, visit: Visit) -> None:
+        """In a new block: what may be held follows from the memory that is in use now."""
+        before, self._looked = self._looked, visit
+        if self.peak_bytes is None or visit is before:
+            return
+        # What a block needs while its backward runs: as the one before it, or a rough guess.
+        self._transient = max(self._transient, 12 * visit.bytes if before is None else before.seen)
+        free = self.peak_bytes - torch.cuda.memory_allocated() - self._transient
+        self.budget_bytes = self.held_bytes + max(0, free)
+
+    def visited(self, record: Record) -> None:
+        """The norm of ``record`` is known; its layer is among those that a replay would run."""
+        visit = None if self.blocks is None else self.blocks.of(record)
+        if visit is not None and self.budget_bytes is not None:
+            visit.seen += sum(t.numel() * t.element_size() for t in record.tensors)
+            visit.names.add(record.spec.name)
+            visit.owners.update(record.layer.owners[n] for n in record.spec.params)
 
     def stores(self, record: Record) -> bool:
         """Whether the per-sample gradients of ``record`` are stored (else it is kept)."""
@@ -82,6 +153,9 @@ class Planner:
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
             what = min(choice.bytes, key=choice.bytes.__getitem__)
         self.held_bytes += choice.bytes[what]
+        visit = None if self.blocks is None else self.blocks.of(record)
+        if visit is not None:
+            visit.held += choice.bytes[what]
         self.choices[choice.layer] = choice if what == choice.what else replace(choice, what=what)
         return what == "store"
 
@@ -101,7 +175,9 @@ class Planner:
         head = ("layer", "kind", "B", "activations, backprops", "choice", "extra ms", "held MB")
         rows = [head]
         for c in self.choices.values():
-            cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
+            cells = ("-", "-")  # of a replay: its block as a whole
+            if c.what in c.bytes:
+                cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
             rows.append((c.layer, c.kind, str(c.batch), c.shapes, c.what, *cells))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]

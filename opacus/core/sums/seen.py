@@ -39,19 +39,24 @@ class Sight(NamedTuple):
 
 
 class Seen:
-    """What a backward pass showed of each use of each layer, and what its replay shows."""
+    """What a backward pass showed of each use of each layer, and what its replay shows.
 
-    def __init__(self) -> None:
+    Args:
+        all_tensors: Whether the replay computes activations anew, of layers in no checkpoint too.
+    """
+
+    def __init__(self, all_tensors: bool = False) -> None:
+        self._all = all_tensors
         self._measured: dict[str, list[Sight]] = {}
         self._replayed: dict[str, list[Sight]] = {}
 
     def measured(self, record: Record) -> None:
         """A record of the pass that measures."""
-        _note(self._measured, record)
+        _note(self._measured, record, self._all)
 
     def replayed(self, record: Record) -> None:
         """A record of the replay."""
-        _note(self._replayed, record)
+        _note(self._replayed, record, self._all)
 
     def differs(self) -> Tensor | None:
         """Whether any row differs, on the device; ``None`` if nothing was replayed."""
@@ -90,17 +95,24 @@ class Seen:
         ]
 
 
-def _note(sights: dict[str, list[Sight]], record: Record) -> None:
+def _note(sights: dict[str, list[Sight]], record: Record, everything: bool) -> None:
     first = record.backprops[0] if isinstance(record.backprops, tuple) else record.backprops
     limit = TOLERANCE.get(first.dtype, TOLERANCE_OF_HALF)
     name = record.spec.name
-    sights.setdefault(name, []).append(Sight(name, _norms(record), limit))
+    sights.setdefault(name, []).append(Sight(name, _norms(record, everything), limit))
 
 
 REPLAY_ADVICE = (
     "Other random numbers (a checkpoint with preserve_rng_state=False), a buffer that was changed "
     "in between, or an operation that is not deterministic do that. Use preserve_rng_state=True, "
     "or a mode with _bk at its end, which runs backward once"
+)
+
+
+BLOCK_ADVICE = (
+    "Its block is run again because held_budget or memory_budget leaves no room for its records: "
+    "set None, or take out what differs (a cache, a buffer that is changed in forward, random "
+    "numbers of a generator of its own)"
 )
 
 
@@ -112,11 +124,29 @@ def described(layer: str) -> str:
     )
 
 
-def _norms(record: Record) -> list[Tensor]:
+def compared(seen: Seen, advice: str) -> Tensor | None:
+    """Whether a replay differs, on a GPU; ``None`` on a CPU, where it does not.
+
+    Args:
+        seen: Both runs.
+        advice: What to do about it.
+
+    Raises:
+        RuntimeError: On a CPU, if it does; names the layer.
+    """
+    differs = seen.differs()
+    if differs is None or differs.is_cuda:
+        return differs
+    if bool(differs):
+        raise RuntimeError(f"{described(seen.first_that_differs())}. {advice}")
+    return None
+
+
+def _norms(record: Record, everything: bool) -> list[Tensor]:
     """``[rows]`` norms of each tensor of the record that may have changed."""
     backprops = record.backprops
     tensors = list(backprops) if isinstance(backprops, tuple) else [backprops]
-    if record.recomputed:
+    if record.recomputed or everything:
         tensors = record.tensors
     return [_row_norms(t, record.batch) for t in tensors if t.dim()]
 
@@ -127,6 +157,8 @@ def _row_norms(tensor: Any, rows: int) -> Tensor:
     if not local.is_floating_point():
         local = local.float()  # indices
     whole = len(local) != rows  # split along the samples
+    if local.dim() == 1:
+        local = local[:, None]
     dims = range(0 if whole else 1, local.dim())
     norms = torch.linalg.vector_norm(local, dim=tuple(dims), dtype=wide_dtype(local))
     return norms.expand(rows) if whole else norms

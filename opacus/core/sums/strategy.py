@@ -24,7 +24,7 @@ from opacus.core.privacy.processed import was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
-from opacus.core.sums.seen import REPLAY_ADVICE, Seen, described
+from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
 from opacus.core.sums.weighting import Weighting
 
@@ -80,6 +80,7 @@ class Ghost:
         self.budget_bytes = budget_bytes
         self.planner: Planner | None = None
         self.held_budget: int | None = None
+        self.memory_budget: int | None = None
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
@@ -91,7 +92,11 @@ class Ghost:
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
+        self.memory_budget = other.memory_budget
         self._summed = other._summed
+
+    def limit_memory(self, model: nn.Module) -> None:
+        """A budget of what is kept for the sum has been set; only one pass keeps anything."""
 
     def watch_ordinary(
         self,
@@ -113,12 +118,18 @@ class Ghost:
             self._take(record)
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.NORMS:
-            assert self.ledger is not None
-            if record.forward_pass is not None:
-                self._passes.add(record.forward_pass)
-            check_sizes(record)
-            self.ledger.add(record)
+        if self.phase is Phase.SUM:
+            self._weigh(record)
+            return
+        assert self.ledger is not None
+        if record.forward_pass is not None:
+            self._passes.add(record.forward_pass)
+        check_sizes(record)
+        self.ledger.add(record)
+
+    def _weigh(self, record: Record) -> None:
+        """A layer's backward runs again for the sum."""
+        raise NotImplementedError
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
@@ -304,10 +315,9 @@ class TwoPass(Ghost):
     _seen: Seen
 
     def _take(self, record: Record) -> None:
-        if self.phase is Phase.SUM:
-            self._add_gradient(record)
-            return
         super()._take(record)
+        if self.phase is Phase.SUM:
+            return
         ledger = self.ledger
         if ledger is not None and record.spec.name not in ledger.kept.layers:
             self._seen.measured(record)  # of the others the sum takes what was measured itself
@@ -327,13 +337,13 @@ class TwoPass(Ghost):
         try:
             with self._in(Phase.SUM, losses):
                 _backward(losses, retain_graph)
-            self.doubt = self._compared()
+            self.doubt = compared(self._seen, REPLAY_ADVICE)
         finally:
             self._weighting = self.ledger = None
             self._seen = Seen()
 
     @each_layer
-    def _add_gradient(self, record: Record) -> None:
+    def _weigh(self, record: Record) -> None:
         for name, grad in self._weighted(record).items():
             parameter = record.layer.parameter(name)
             assert parameter is not None
@@ -353,20 +363,6 @@ class TwoPass(Ghost):
             }
         self._seen.replayed(record)
         return weighting.sums(record)
-
-    def _compared(self) -> Tensor | None:
-        """Whether the replay differs, on a GPU; ``None`` on a CPU, where it does not.
-
-        Raises:
-            RuntimeError: On a CPU, if it does; names the layer.
-        """
-        differs = self._seen.differs()
-        if differs is None or differs.is_cuda:
-            return differs
-        if bool(differs):
-            name = self._seen.first_that_differs()
-            raise RuntimeError(f"{described(name)}. {REPLAY_ADVICE}")
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}

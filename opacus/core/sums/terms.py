@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
+from opacus.core.norms.kept import check_unchanged
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.sums.weighting import Weighting
@@ -22,6 +24,9 @@ class GradientSink(Protocol):
 
     def finish(self) -> None:
         """All parameters have been put: set their ``grad``."""
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """Which blocks are replayed: parameters of each, and whether this process wants to."""
 
     def abandon(self) -> None:
         """Drop what has been put since the latest :meth:`finish`, after an error."""
@@ -97,6 +102,7 @@ class KeptSums:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
+            check_unchanged(record)
             self._grads[id(record)] = self.weighting.sums(record)
         grads = self._grads[id(record)]
         first, *rest = [grads.pop(name) for name in names]
@@ -138,6 +144,10 @@ class LocalSink:
         )
         for (name, _), total in zip(waiting, sums, strict=True):
             add_to_grad(self.parameters[name], total)
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """See :class:`GradientSink`: what this process wants."""
+        return [wanted for _, wanted in blocks]
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""

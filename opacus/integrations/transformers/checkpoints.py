@@ -16,12 +16,13 @@ import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from torch import Tensor, nn
 
-from opacus.checkpoints.noise_state import noise_entries, restore_noise
+from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
 from opacus.checkpoints.one_file import (
     _load_optimizer,
     _optimizer_state,
     _privacy_parameters,
     _to_cpu,
+    check_plan,
 )
 from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
@@ -73,6 +74,8 @@ def read_privacy(folder: str) -> dict[str, Any]:
 def load_privacy(state: Mapping[str, Any], engine: PrivacyEngine, optimizer: DPOptimizer) -> None:
     """Go on where a checkpoint was saved; call it in all processes."""
     taken = len(engine.accountant)
+    check_plan(optimizer, state["mechanism"])
+    check_noise(optimizer, state, steps=state["step"])
     engine.accountant.load_state_dict(state["accountant"])
     optimizer.reset_accumulation()
     restore_noise(optimizer, state, steps=len(engine.accountant), taken=taken)

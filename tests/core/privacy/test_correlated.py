@@ -84,6 +84,39 @@ def test_bands_pay() -> None:
     )
 
 
+def root(plan: CorrelatedNoise) -> float:
+    return math.sqrt(math.fsum(plan.squared_errors()) / plan.steps)
+
+
+def test_two_optimised_weights_are_the_best_two() -> None:
+    """``C`` has powers of a, so the error is known in closed form; the best a by a fine grid."""
+    steps = 400
+
+    def error(a: float) -> float:
+        of_steps = [steps - i for i in range(steps)]
+        sums = of_steps[0] + (1 - a) ** 2 * sum(of_steps[1:])
+        return math.sqrt(sums / steps * (1 - a ** (2 * steps)) / (1 - a * a))
+
+    best = min(error(a / 10_000) for a in range(9000, 9990))
+    found = CorrelatedNoise.optimised(2, steps=steps)
+    assert root(found) == pytest.approx(best, rel=1e-3)
+    assert root(found) == pytest.approx(error(-found.weights[1]), rel=1e-9)
+
+
+def test_optimised_weights_are_much_better_where_they_are_few() -> None:
+    for bands, least in ((4, 5.0), (8, 5.4)):
+        found = CorrelatedNoise.optimised(bands, steps=1000, separation=100)
+        assert len(found.weights) == bands
+        assert math.sqrt(10 * 1001 / 2) / root(found) > least
+    assert CorrelatedNoise.optimised(1, steps=5) == CorrelatedNoise.square_root(1, steps=5)
+
+
+@pytest.mark.parametrize("separation", [2, 8])
+def test_sensitivity_of_optimised_weights_is_a_bound(separation: int) -> None:
+    found = CorrelatedNoise.optimised(3, steps=8, separation=separation)
+    assert worst(found) <= found.sensitivity * (1 + 1e-12) < 1.2 * worst(found)
+
+
 class Parts:
     """A split of the data, with a key of its own."""
 

@@ -18,7 +18,8 @@ from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.norms.choice import is_usable
 from opacus.core.kernels.sums.weighted_sum import triton_works
 
-# In secure mode results are multiples of this part of the standard deviation's power of two.
+# In secure mode, unless another one is given, results are multiples of this part of the standard
+# deviation's power of two.
 GRID = 2.0**-16
 
 
@@ -28,6 +29,7 @@ def add_gaussian(
     step: int,
     secure: bool = False,
     past: Sequence[tuple[float, int]] = (),
+    part: float | None = None,
 ) -> None:
     """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32, or fp64 for fp64.
 
@@ -35,12 +37,15 @@ def add_gaussian(
         std: Standard deviation, positive.
         draws: Tensors of any devices and dtypes.
         step: Number in [0, 2^63) that has not been used with these keys for other sums.
-        secure: Words from ChaCha20 instead of Philox, and sums rounded to a grid much finer than
-            the noise, so that the lowest bits of a float do not tell what was added to what.
+        secure: Words from ChaCha20 instead of Philox, and sums rounded to a grid.
+        part: Round sums to a grid of this part of the noise, so that the lowest bits of a float do
+            not tell what was added to what; see :func:`grid_of`.
         past: Weights and numbers of earlier steps whose noise is made again and added, too, with
             the keys that each draw names for them.
     """
-    grid = grid_of(std) if secure else 0.0
+    if part is None and secure:
+        part = GRID
+    grid = grid_of(std, part) if part else 0.0
     on_gpu: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Draw]] = {}
     others: list[Draw] = []
     for draw in draws:
@@ -52,11 +57,14 @@ def add_gaussian(
     for group in on_gpu.values():
         from opacus.core.kernels.noise import gaussian_triton
 
-        gaussian_triton.launch(std, group, step, grid, past)
+        gaussian_triton.launch(std, group, step, grid, past, secure)
     if others:
-        gaussian_reference.add(std, others, step, grid, past)
+        gaussian_reference.add(std, others, step, grid, past, secure)
 
 
-def grid_of(std: float) -> float:
-    """Distance of the numbers that secure mode releases: a power of two."""
-    return GRID * 2.0 ** math.floor(math.log2(std))
+def grid_of(std: float, part: float = GRID) -> float:
+    """Distance of the numbers that are released, a power of two if ``part`` is one.
+
+    It depends on no data.
+    """
+    return part * 2.0 ** math.floor(math.log2(std))

@@ -25,16 +25,17 @@ def add(
     step: int,
     grid: float,
     past: Sequence[tuple[float, int]] = (),
+    secure: bool = False,
 ) -> None:
     """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
 
     Args:
-        grid: 0 if not in secure mode.
+        grid: What results are multiples of; 0: of nothing.
     """
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
         for piece in _pieces(own):
-            _add_piece(std, piece, step, grid, wide, past)
+            _add_piece(std, piece, step, grid, wide, past, secure)
 
 
 def normals(blocks: Tensor, keys: Tensor, step: int, secure: bool, dtype: torch.dtype) -> Tensor:
@@ -111,8 +112,9 @@ def _add_piece(
     grid: float,
     wide: torch.dtype,
     past: Sequence[tuple[float, int]],
+    secure: bool,
 ) -> None:
-    many = lanes_of(grid > 0, wide)
+    many = lanes_of(secure, wide)
     wanted = [_blocks(draw.region, start, end, many) for draw, start, end in parts]
     counts = [len(blocks) for blocks, _ in wanted]
     blocks = torch.cat([blocks for blocks, _ in wanted])
@@ -121,7 +123,7 @@ def _add_piece(
         words = key_words(*keys)
         if len(parts) > 1:
             words = words.repeat_interleave(torch.tensor(counts, device="cpu"), dim=0)
-        return normals(blocks, words, number, grid > 0, wide)
+        return normals(blocks, words, number, secure, wide)
 
     noise = made(step, [draw.key for draw, _, _ in parts])
     for place, (weight, number) in enumerate(past):

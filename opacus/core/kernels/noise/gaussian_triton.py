@@ -92,6 +92,7 @@ def _kernel(
     SECURE: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
+    ROUND: tl.constexpr,
     PAST: tl.constexpr,
     PAST_COLUMNS: tl.constexpr,
 ):
@@ -142,7 +143,7 @@ def _kernel(
             noise += weight * again
         value = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
         value += std * tl.reshape(noise, (BLOCK,))
-        if SECURE:
+        if ROUND:
             value = tl.floor(value / grid + 0.5) * grid
         tl.store(target + places, value.to(TARGET), mask=inside)
 
@@ -153,6 +154,7 @@ def launch(
     step: int,
     grid: float = 0.0,
     past: Sequence[tuple[float, int]] = (),
+    secure: bool = False,
 ) -> None:
     """Write ``source + std * noise`` to each target.
 
@@ -160,15 +162,16 @@ def launch(
         std: Standard deviation.
         draws: On one GPU; the sources have one dtype, and so have the targets.
         step: See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
-        grid: Secure mode: what results are multiples of. 0: not in secure mode.
+        grid: What results are multiples of; 0: of nothing.
         past: Weights and numbers of earlier steps whose noise is added.
+        secure: ChaCha20 instead of Philox.
     """
     draws = [draw for draw in draws if draw.region.size]
     with_gaps = [draw for draw in draws if draw.region.width < draw.region.size]
     without = [draw for draw in draws if draw.region.width == draw.region.size]
     for group, has_rows in ((without, False), (with_gaps, True)):
         if group:
-            _launch(std, group, step, grid, has_rows, past)
+            _launch(std, group, step, grid, has_rows, past, secure)
 
 
 def _launch(
@@ -178,8 +181,9 @@ def _launch(
     grid: float,
     has_rows: bool,
     past: Sequence[tuple[float, int]],
+    secure: bool,
 ) -> None:
-    lanes = chacha.LANES if grid else philox.LANES
+    lanes = chacha.LANES if secure else philox.LANES
     rows: list[int] = []
     programs, every = 0, 0
     weights = [struct.unpack("<i", struct.pack("<f", weight))[0] for weight, _ in past]
@@ -196,7 +200,7 @@ def _launch(
     first = draws[0]
     _variant(
         operands.power_of_two(len(draws)), first.source.dtype, first.target.dtype, lanes,
-        has_rows, whole, len(past),
+        has_rows, whole, grid > 0, len(past),
     )(
         (programs,),
         operands.upload(rows, first.source.device),
@@ -226,6 +230,7 @@ def _variant(
     lanes: int,
     has_rows: bool,
     whole: int,
+    rounds: bool,
     past: int,
 ) -> Variant:
     return Variant(
@@ -241,6 +246,7 @@ def _variant(
         SECURE=lanes == chacha.LANES,
         ROWS=has_rows,
         WHOLE=whole,
+        ROUND=rounds,
         PAST=past,
         PAST_COLUMNS=PAST_COLUMNS,
         num_warps=4,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +34,7 @@ from opacus.core.record.trail.op import (
     is_plain,
     tensors_in,
 )
+from opacus.core.record.trail.schema import Reads, bound, is_view, is_written, name_of
 from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, in_order, units_of
@@ -67,7 +67,7 @@ class Trail(TorchDispatchMode):
         self.chosen = False
         # Whether the program has looked at values, and may have gone on as they say.
         self.decided = False
-        self._reads = _Reads(self)
+        self._reads = Reads()
         self._aside = False  # whether operations are the trail's own
         # How often each layer was used on each unit, where its place in the batch said so.
         self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
@@ -83,6 +83,7 @@ class Trail(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._reads.__exit__(*error)
+        self.decided |= self._reads.looked
 
     def _note_input(self, tensor: Tensor, dim: int) -> None:
         own = dim if tensor.dim() > dim else 0
@@ -122,9 +123,8 @@ class Trail(TorchDispatchMode):
     def _layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
     ) -> Units | None:
-        state = self.state(output)
+        state = self._somebodys(output)
         if isinstance(state, Labels):
-            self.moved |= state.moved
             whole = in_order(state.ids, self.count, batch_dim)
             if whole is not None:  # constants stand in for units of which nothing came here
                 state = Labels(whole, spec, state.moved)
@@ -133,7 +133,7 @@ class Trail(TorchDispatchMode):
             if units is not None and units.ids is not None and not state.moved:
                 self._note_use(spec, units.ids)
             return units
-        before = [self.state(t) for t in inputs]
+        before = [self._somebodys(t) for t in inputs]
         mixed = next((s for s in [state, *before] if isinstance(s, Lost) and s.mixed), None)
         if mixed is not None:
             raise ValueError(
@@ -156,6 +156,15 @@ class Trail(TorchDispatchMode):
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
         self._memory.put(output, labels, DATA)
         return None
+
+    def _somebodys(self, tensor: Tensor) -> State:
+        """Whose a layer's rows are; nobody's, if values have picked none of any unit."""
+        state = self.state(tensor)
+        if isinstance(state, Labels):
+            self.moved |= state.moved
+            if state.ids.numel() and not bool((state.ids >= 0).any()):
+                return None
+        return state
 
     def _note_use(self, spec: LayerSpec, ids: Tensor) -> None:
         used = ids[ids >= 0].bincount(minlength=self.count).cpu()
@@ -198,14 +207,14 @@ class Trail(TorchDispatchMode):
         if schema is None:  # an operator that runs others
             self._end(args, kwargs, result, str(func))
             return result
-        name, in_place = _name(schema)
-        arguments = _bound(schema, args, kwargs or {})
+        name, in_place = name_of(schema)
+        arguments = bound(schema, args, kwargs or {})
         source = self._source(func, arguments)
         if source != SHAPES and (name in _ANSWERS or torch.Tag.dynamic_output_shape in func.tags):
             self.decided = True
         if name in _ANSWERS:
             return result
-        written = [arguments[a.name] for a in schema.arguments if _is_written(a)]
+        written = [arguments[a.name] for a in schema.arguments if is_written(a)]
         results = [t for t in tree_leaves(result) if is_plain(t)]
         concerns = True
         if name in _UNWRITTEN:
@@ -263,7 +272,7 @@ class Trail(TorchDispatchMode):
         results: Sequence[Tensor],
     ) -> Sequence[State]:
         """The states of the results of an operation on tensors of the batch."""
-        if _is_view(func._schema) and self.state(next(iter(arguments.values()))) is UNWRITTEN:
+        if is_view(func._schema) and self.state(next(iter(arguments.values()))) is UNWRITTEN:
             return [UNWRITTEN] * len(results)
         handler = _HANDLERS.get(name)
         if handler is None and torch.Tag.pointwise in func.tags:
@@ -312,50 +321,6 @@ class Trail(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if is_plain(tensor):
                     self._memory.put(tensor, Lost(f"the operation {name} is not followed"), DATA)
-
-
-class _Reads(TorchFunctionMode):
-    """Notices that values leave torch: what is done with them no operation shows."""
-
-    def __init__(self, trail: Trail) -> None:
-        super().__init__()
-        self._trail = trail
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _READS:
-            self._trail.decided = True
-        return func(*args, **(kwargs or {}))
-
-
-_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
-
-
-def _name(schema: Any) -> tuple[str, bool]:
-    """Name of an operation, whatever its variant, and whether it changes its first argument."""
-    space, _, name = schema.name.partition("::")
-    name = name if space == "aten" else schema.name
-    first = schema.arguments[0] if schema.arguments else None
-    in_place = name.endswith("_") and first is not None and _is_written(first)
-    return (name[:-1] if in_place else name), in_place
-
-
-def _is_view(schema: Any) -> bool:
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, in their order, with the defaults of those that are left out."""
-    bound = dict(zip((a.name for a in schema.arguments), args, strict=False))
-    for argument in schema.arguments[len(args) :]:
-        if argument.name in kwargs or argument.has_default_value():
-            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return bound
 
 
 def _fitting(tensor: Tensor, state: State, name: str) -> State:

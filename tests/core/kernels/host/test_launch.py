@@ -245,7 +245,7 @@ cases = {
     "scaled": lambda: scaled_rows_triton.launch(a, f, skip),
     "sum": lambda: weighted_sum_triton.launch(sums, None, buffer, 16),
     "noise": lambda: gaussian_triton.launch(1, shard, 7),
-    "secure noise": lambda: gaussian_triton.launch(1, shard, 7, 0.5),
+    "secure noise": lambda: gaussian_triton.launch(1, shard, 7, 0.5, (), True),
 }
 if "hopper" in sys.argv:
     cases |= {

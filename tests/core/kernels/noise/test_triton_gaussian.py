@@ -44,7 +44,7 @@ def both(
             draws.append(
                 Draw(zeros, zeros, region, keys[number] if keys else KEY, OLD[: len(past)])
             )
-        launch(1.0, draws, step, grid(1.0, secure), past)
+        launch(1.0, draws, step, grid(1.0, secure), past, secure)
         results.append([draw.target.cpu() for draw in draws])
     return results[0], results[1]
 
@@ -77,7 +77,7 @@ def test_noise_of_earlier_steps_is_added_again(secure: bool) -> None:
         total = torch.zeros(region.size)
         for weight, step, key in ((1.0, 3, KEY), (-0.5, 2, KEY), (0.25, 2**33, OLD[1])):
             term = torch.zeros(region.size)
-            add(1.0, [Draw(term, term, region, key)], step, grid(1.0, secure))
+            add(1.0, [Draw(term, term, region, key)], step, grid(1.0, secure), (), secure)
             total += weight * term
         assert (total - term).abs().max() > 0.5
         torch.testing.assert_close(b, total, rtol=0, atol=1e-4)
@@ -122,9 +122,10 @@ def test_the_sum_is_rounded_once(target: torch.dtype) -> None:
     assert wrong.float().mean() < 1e-3  # a fused multiply-add may round another way
 
 
-def test_secure_sums_lie_on_a_grid() -> None:
+@SECURE
+def test_sums_lie_on_a_grid(secure: bool) -> None:
     total = torch.linspace(-1e-4, 1e-4, 5000, device=DEVICE)
     draw = Draw(total, torch.empty_like(total), whole(5000), KEY)
-    gaussian_triton.launch(3.0, [draw], 2, grid_of(3.0))
+    gaussian_triton.launch(3.0, [draw], 2, grid_of(3.0), secure=secure)
     steps = (draw.target / grid_of(3.0)).double()
     assert torch.equal(steps, steps.round()) and 2.9 < draw.target.std() < 3.1

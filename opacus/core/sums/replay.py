@@ -1,0 +1,83 @@
+"""Runs blocks of the model again for the clipped sum, where their records were not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.core.platform.sharded import is_fsdp
+from opacus.core.record.blocks import Block, Visit
+from opacus.core.record.record import Record
+from opacus.core.sums.seen import Seen
+from opacus.core.sums.weighting import Weighting
+
+
+class Replay:
+    """The sums of blocks that run again, each when its first parameter is asked for.
+
+    Every rank that shares a block gathers its weights, also if it has its own records of it.
+
+    Args:
+        agreed: Blocks that any rank replays.
+        visits: Those of this rank.
+        weighting: Of the records.
+        seen: What their records looked like when they were measured.
+        recording: Context in which layers are tapped as of a forward pass, for the sink given.
+    """
+
+    def __init__(
+        self,
+        agreed: Iterable[Block],
+        visits: Iterable[Visit],
+        weighting: Weighting,
+        seen: Seen,
+        recording: Callable[[Any, Callable[[Record], None]], AbstractContextManager[None]],
+    ) -> None:
+        self._visits = {id(visit.block): visit for visit in visits}
+        self._block_of = {owner: block for block in agreed for owner in block.owners}
+        self._weighting, self._seen, self._recording = weighting, seen, recording
+        self._sums: dict[str, Tensor] = {}
+        self._owners: set[str] = set()
+
+    def terms_of(self, owner: str) -> list[Callable[[], Tensor]]:
+        """The term of a parameter that is replayed, none of another one."""
+        block = self._block_of.get(owner)
+        if block is not None:
+            for own in block.owners:
+                del self._block_of[own]
+            self._run(block)
+        if owner not in self._sums:
+            return []
+        total = self._sums.pop(owner)
+        return [lambda: total]
+
+    def _run(self, block: Block) -> None:
+        module, visit = block.module, self._visits.pop(id(block), None)
+        if is_fsdp(module):
+            module.unshard()
+        try:
+            if visit is not None:
+                self._again(visit)
+        finally:
+            if is_fsdp(module):
+                module.reshard()
+
+    def _again(self, visit: Visit) -> None:
+        def take(record: Record) -> None:
+            if record.spec.name not in visit.names:
+                return
+            self._seen.replayed(record)
+            for name, total in self._weighting.sums(record).items():
+                owner = record.layer.owners[name]
+                known = self._sums.get(owner)
+                self._sums[owner] = total if known is None else known + total
+
+        assert visit.gradient is not None
+        with self._recording(visit.forward_pass, take):
+            output = visit.run()
+            torch.autograd.backward([output], [visit.gradient.to(output.dtype)])
+        visit.arguments = visit.gradient = None

@@ -1,0 +1,46 @@
+"""Blocks that run again under FSDP2: all ranks gather them, whichever of them asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.helpers import replayed_blocks as one
+from tests.helpers.distributed import progress, run_distributed
+
+# mode, checkpoints, bytes that each rank may hold, rows of each rank
+CASES = [
+    ("ghost_fsdp_bk", True, (0, 0), (3, 2)),
+    ("ghost_fsdp_bk", False, (1 << 30, 12_000), (2, 3)),
+    ("ghost_fsdp_bk", True, (0, 1 << 30), (0, 5)),
+]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def job(rank: int, world: int, clip: float) -> list[Any]:
+    results = []
+    for case in CASES:
+        mode, checkpoints, budgets, sizes = case
+        progress(case)
+        made = one.private(FSDP2Wrapper(one.build(checkpoints=checkpoints)), clip, mode)
+        made[0].held_budget = budgets[rank]
+        start = sum(sizes[:rank])
+        rows = tuple(t[start : start + sizes[rank]] for t in one.batch())
+        for _ in range(2):
+            grads = {n: full(g) for n, g in one.step(made, rows).items()}
+        results.append((grads, sum(w == "replay" for w in one.ways(made[0]).values())))
+    return results
+
+
+def test_every_mixture_is_exact_on_ranks() -> None:
+    clip, want = one.expected(one.build())
+    for rank, results in enumerate(run_distributed(job, 2, clip, timeout=150)):
+        for case, (grads, replayed) in zip(CASES, results, strict=True):
+            one.close(grads, want)
+            assert (replayed > 0) is (case[2][rank] < 1 << 30), case
