@@ -129,6 +129,11 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "--checkpoint and empty, start",
     )
     add("--device", choices=DEVICES, default="auto", help="where to run")
+    add(
+        "--processes",
+        type=positive(int),
+        help="start so many processes on this machine; with torchrun leave it out",
+    )
 
 
 def _length(text: str) -> int:

@@ -47,7 +47,8 @@ class StopRequest:
         """The command that started this process, with ``--resume``."""
         words = [w for i, w in enumerate(sys.argv) if not _is_resume(sys.argv, i)]
         size = int(os.environ.get("WORLD_SIZE", 1))
-        launcher = ["torchrun", f"--nproc_per_node={size}"] if size > 1 else ["python"]
+        own = size == 1 or any(word.startswith("--processes") for word in words)
+        launcher = ["python"] if own else ["torchrun", f"--nproc_per_node={size}"]
         return shlex.join([*launcher, *words, "--resume", resume])
 
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from launching import is_launched, launch
 from models import SampleCrossEntropy
 from options import check_options, check_resumed, newest, parse_arguments, shared_settings
 from problem import Problem, load_problem, new_model, new_optimizer
@@ -303,6 +304,8 @@ def run(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the example with these options."""
     args = parse_arguments(argv)
+    if args.processes and not is_launched():
+        launch(args.processes, sys.argv[1:])
     with short_errors(SCRIPT):
         problem, model = prepare(args)
     with running(args.device) as runtime, short_errors(SCRIPT):

@@ -1,0 +1,41 @@
+"""`--processes N`: torchrun without its traceback."""
+
+from __future__ import annotations
+
+import signal
+
+import launching
+import pytest
+from stopping import StopRequest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def main(words: list[str]) -> None:
+        given.append(words)
+        raise SignalException("Process 1 got signal: 2", signal.SIGINT)
+
+    monkeypatch.setattr(launching.run, "main", main)
+    monkeypatch.setattr("sys.argv", ["train.py", "--processes", "2"])
+    with pytest.raises(SystemExit) as end:
+        launching.launch(2, ["--epochs", "3"])
+    assert end.value.code == 130
+    assert given == [["--standalone", "--nproc_per_node=2", "train.py", "--epochs", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--processes", "2"], "python train.py --processes 2 --resume here"),
+        ([], "torchrun --nproc_per_node=2 train.py --resume here"),
+        (["--resume", "old"], "torchrun --nproc_per_node=2 train.py --resume here"),
+    ],
+)
+def test_the_command_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], command: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert StopRequest.command("here") == command
