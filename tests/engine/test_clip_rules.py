@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed_utils import progress, run_distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +14,8 @@ from opacus import PrivacyEngine
 from opacus.core.privacy.clipping import FLAT_RULES, clip_flat
 from opacus.optimizers.adam import DPAdamW
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests import problems
+from tests.helpers import problems
+from tests.helpers.distributed import progress, run_distributed
 
 RULES = sorted(FLAT_RULES)
 NEW = ["normalised", "psac"]

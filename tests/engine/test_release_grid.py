@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.kernels.noise.gaussian import grid_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from tests import problems
+from tests.helpers import problems
 
 B, SIGMA, CLIP = 8, 3.0, 0.7
 STD = SIGMA * CLIP
