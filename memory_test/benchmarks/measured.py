@@ -73,6 +73,7 @@ def all_cells() -> list[Cell]:
     for name, found in files().items():
         cells += _of_steps(name, found)
         cells += [_of_result(name, result) for result in found["results"]]
+        cells += _of_whole_steps(name, found)
     return cells
 
 
@@ -167,6 +168,29 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
                 ms=row["ms"]["median"],
                 peak_gb=row["peak_gb"],
             )
+
+
+def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
+    """Steps of full training in eager mode, but for those under FSDP2 on one card."""
+    for row in found["whole_steps"]:
+        mode = {"nondp": "no_dp"}.get(row["case"], row["case"])
+        special = any(row.get(key) for key in ("lora", "checkpointing", "offload"))
+        alone = found["world"] == 1 and "single" not in name
+        if special or alone or not mode.isidentifier():
+            continue
+        yield Cell(
+            call=f"{name} {row['call']}",
+            gpus=found["world"],
+            card=short(found["device"]),
+            model=f"llama3-{row['model']}",
+            mode=mode,
+            package=OURS if mode != "no_dp" else "non-private",
+            batch=row["batch"],
+            tokens=row["seq"],
+            deferred=False,
+            ms=row["ms"],
+            peak_gb=row["peak_gb"],
+        )
 
 
 def _kind(cell: dict[str, Any]) -> str:
