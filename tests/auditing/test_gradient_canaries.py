@@ -109,8 +109,8 @@ def factors_are(change: Callable[[Tensor], Tensor]) -> Plant:
     def plant(optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch) -> None:
         right = optimizer_file.clip_flat
 
-        def wrong(norms: Tensor, limit: float) -> Any:
-            clipped = right(norms, limit)
+        def wrong(*given: Any) -> Any:
+            clipped = right(*given)
             return replace(clipped, factors=change(clipped.factors))
 
         patch.setattr(optimizer_file, "clip_flat", wrong)
@@ -120,7 +120,9 @@ def factors_are(change: Callable[[Tensor], Tensor]) -> Plant:
 
 def clipped_to_twice_the_norm(optimizer: Any, engine: Any, audit: Any, patch: Any) -> None:
     right = optimizer_file.clip_flat
-    patch.setattr(optimizer_file, "clip_flat", lambda norms, limit: right(norms, 2 * limit))
+    patch.setattr(
+        optimizer_file, "clip_flat", lambda norms, limit, *rule: right(norms, 2 * limit, *rule)
+    )
 
 
 def half_of_the_steps_counted(optimizer: Any, engine: Any, audit: Any, patch: Any) -> None:

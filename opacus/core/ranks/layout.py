@@ -132,9 +132,8 @@ class Single:
         Returns:
             The results, formed when they are asked for.
         """
-        step = self.key.step
-        past = [] if self.correlation is None else self.correlation.past(step, std)
-        self.key.advance(NOISE)
+        past = [] if self.correlation is None else self.correlation.past(self.key.step, std)
+        step = self.key.advance(NOISE)
         due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
         jobs = []
