@@ -292,12 +292,12 @@ def spy_on_noise() -> list[float]:
     """Some of the standard normal variates that this rank draws from now on."""
     seen: list[float] = []
 
-    def spy(std: float, draws: list[Draw], step: int, secure: bool = False) -> None:
+    def spy(std: float, draws: list[Draw], step: int, *how: Any) -> None:
         for draw in draws[:2]:
             alone = torch.zeros(draw.region.size)
-            ADD_GAUSSIAN(1.0, [draw._replace(source=alone, target=alone)], step, secure)
+            ADD_GAUSSIAN(1.0, [draw._replace(source=alone, target=alone)], step, *how)
             seen.extend(alone[:8].tolist())
-        ADD_GAUSSIAN(std, draws, step, secure)
+        ADD_GAUSSIAN(std, draws, step, *how)
 
     noise_module.add_gaussian = spy
     return seen

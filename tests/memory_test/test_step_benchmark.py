@@ -94,8 +94,8 @@ def test_modes_of_one_process_pass(tmp_path, mode):
 def test_a_mode_with_wrong_factors_is_refused(tmp_path, monkeypatch, capsys):
     from opacus.core.privacy.clipping import Clipped, clip_flat
 
-    def twice(norms, bound):
-        right = clip_flat(norms, bound)
+    def twice(*given):
+        right = clip_flat(*given)
         return Clipped(right.factors * 2, right.excluded)
 
     places = _modules_with("clip_flat", clip_flat)
