@@ -37,4 +37,4 @@ def test_kernels_in_the_interpreter() -> None:
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     for name in FILES:
-        assert f"/{name}::" in result.stdout, f"nothing of {name} ran"
+        assert f"{name}::" in result.stdout, f"nothing of {name} ran"
