@@ -4,7 +4,7 @@
 
 A run checks its first steps, each new structure of a batch, and one step in ``interval`` (1,000)
 after those. ``share`` is what that costs of a run: the time that a check adds to its step, over the
-time of ``interval`` steps. On a GPU the model has the shape of Llama-3.2-1B, on a CPU a small one.
+time of ``interval`` steps. On a CPU the layers of the model are thin.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from memory_test.benchmarks.cases import Suite, Way
+from memory_test.common.launch import Runtime
 from memory_test.common.schema import head, versions
 
 WARM, STEPS = 4, 7
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-LARGE = {
-    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "vocab_size": 128256,
-}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,59 +53,27 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(mode: str, batch: int, tokens: int) -> dict[str, Any]:
     """Medians of both kinds of steps of one mode."""
     import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from opacus import PrivacyEngine
+    from memory_test.benchmarks.contenders import Recipe, build, random_ids
 
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    sizes = LARGE if cuda else SMALL
-    config = LlamaConfig(
-        **sizes,
-        intermediate_size=4 * sizes["hidden_size"],
-        num_key_value_heads=sizes["num_attention_heads"] // 4,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32)
-    vocab = sizes["vocab_size"]
-    made = PrivacyEngine().make_private(
-        module=model.train(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-5),
-        data_loader=DataLoader(TensorDataset(torch.zeros(8 * batch)), batch_size=batch),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode=mode,
-        poisson_sampling=False,
-    )
-    private, optimizer = made[0], made[1]
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    runtime = Runtime(0, 1, torch.device("cuda" if cuda else "cpu"))
+    suite = Suite("llama3-1b" if cuda else "thin-llama3-1b", (), (), wrapping="single")
+    recipe = Recipe(suite, tokens, batch, torch.bfloat16 if cuda else torch.float32)
+    contender = build(recipe, Way(mode), runtime)
+    ids = random_ids(contender.vocab, batch, tokens, runtime)
 
     def step() -> float:
-        ids = torch.randint(vocab, (batch, tokens), device=device)
-        optimizer.zero_grad(set_to_none=True)
+        runtime.barrier()
         start = time.perf_counter()
-        logits = private(input_ids=ids).logits[:, :-1]
-        if len(made) == 4:
-            shape = (batch, tokens - 1, vocab)
-            flat = logits.reshape(-1, vocab), ids[:, 1:].reshape(-1)
-            losses = criterion(*flat, shape=shape)
-        else:
-            losses = criterion(logits.transpose(1, 2), ids[:, 1:])
-        losses.backward()
-        optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
+        contender.step(ids)
+        runtime.barrier()
         return (time.perf_counter() - start) * 1e3
 
-    interval = private.isolation.interval
-    ms = {}
+    isolation = contender.model.isolation
+    interval, ms = isolation.interval, {}
     for name, every in (("without", 10**9), ("with", 1)):
-        private.isolation.interval = every
+        isolation.interval = every
         for _ in range(WARM):
             step()
         ms[name] = statistics.median(step() for _ in range(STEPS))
