@@ -51,7 +51,7 @@ class Guards:
             NotImplementedError: A layer mixes samples now.
             RuntimeError: In the first one: parameters were replaced by sharded ones.
         """
-        if enabled:
+        if enabled and self._mixing.norms:
             self._mixing.check()
         if self._sharding_is_known:
             return

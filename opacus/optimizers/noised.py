@@ -99,11 +99,14 @@ class NoisedSums:
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
-        divisor = 1.0
-        if self.loss_reduction == "mean":
-            divisor = self.expected_batch_size * self.accumulated_iterations
+        divisor, privacy = 1.0, self._privacy
+        if privacy.loss_reduction == "mean":
+            assert privacy.expected_batch_size is not None
+            divisor = privacy.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
-        tell_noise(self.original_optimizer, self._noise_std * self._layout.noise_spread / divisor)
+        if hasattr(self.original_optimizer, "noise_std"):
+            std = self._noise_std * self._layout.noise_spread
+            tell_noise(self.original_optimizer, std / divisor)
         self._divide(divisor)
 
     def _divide(self, divisor: float | Tensor) -> None:

@@ -98,6 +98,10 @@ class LoneSample:
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
             self._off_duty += [before] if layer.spec.name in watched else [before, after]
 
+    def waits_alone(self, waiting: Collection[Any]) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
+
     def takes(self, batch: int | None) -> bool:
         """Whether a batch of so many samples runs without taps."""
         return batch == 1 and self.ready
@@ -145,7 +149,8 @@ class LoneSample:
 
         What the forward has assigned to ``weight.data``, or put in a parameter's place, stays.
         """
-        put_back(self._off)
+        if self._off:
+            put_back(self._off)
         while self._replaced:
             own, local, parameter, alias = self._replaced.pop()
             if own.get(local) is not alias:
@@ -220,8 +225,3 @@ class _Aliases(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.deliver(grads)
         return None, None, None
-
-
-def only_whole(waiting: Collection[Any]) -> bool:
-    """Whether all forward passes that wait for their backward run without taps."""
-    return all(isinstance(use, WholeUse) for use in waiting)
