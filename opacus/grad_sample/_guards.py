@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
-from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients
+from opacus.core.privacy.gradients import ForeignGradients, foreign_gradients
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.mixing import MixingCheck
 

@@ -178,7 +178,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            norms, privacy = self._norms.whole, self._privacy
+            assert norms is not None
             return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
         of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.profiling import NOISE, timed
+from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Single, divide
 from opacus.optimizers.adam import tell_noise
 

@@ -15,9 +15,9 @@ from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
+from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import gaussian
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Sharded, Single
 from opacus.core.step.loss_scale import NO_SCALER, ScaledStep, scaled_step
 from opacus.core.step.private_step import release

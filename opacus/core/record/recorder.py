@@ -134,8 +134,8 @@ class Recorder(Taps):
             current.made_up = True
             return with_a_row(args, kwargs, passes.dim)
         self.whose.begin(module, inputs, passes.told, passes.dim, recorded=recorded)
-        lone = self.lone if passes.named is None else None
-        if lone is not None and lone.takes(current.batch) and recorded and not under_functorch():
+        lone = self.lone if current.batch == 1 and passes.named is None else None
+        if lone is not None and lone.ready and recorded and not under_functorch():
             self.bare = lone.begin(current)
         return None
 
@@ -154,7 +154,7 @@ class Recorder(Taps):
         """The model's forward has ended, even by an interruption: all is in its place again."""
         if self.in_backward:
             return
-        if self.lone is not None:
+        if self.lone is not None and self.lone.running:
             self.lone.end()
         self.bare = False
 

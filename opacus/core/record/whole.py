@@ -56,6 +56,11 @@ class LoneSample:
             ``[*shape]`` by parameter name, without gradient tracking.
         handles: Of each layer's hooks, the one before and the one after it has run, which
             have nothing to do while no layer is tapped.
+
+    Attributes:
+        running: Whether aliases may be in the places of parameters.
+        ruled_out: Why batches of one sample are tapped like others; ``None`` if they are not.
+        alive: Forward passes whose graphs are not gone yet.
     """
 
     def __init__(
@@ -65,12 +70,11 @@ class LoneSample:
         self._handles = handles
         self._sink = sink
         self._off_duty: list[Any] = []  # those that are taken off
+        self.running = False
         self._proven = False
-        # Why batches of one sample are tapped like others; ``None`` if they are not.
         self.ruled_out: str | None = None
         self._replaced: list[Place] = []
         self._off: TakenOff = []
-        # Forward passes whose graphs are not gone yet.
         self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
 
     @property
@@ -102,10 +106,6 @@ class LoneSample:
         """Whether all forward passes that wait for their backward run without taps."""
         return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
 
-    def takes(self, batch: int | None) -> bool:
-        """Whether a batch of so many samples runs without taps."""
-        return batch == 1 and self.ready
-
     def begin(self, forward_pass: ForwardPass) -> bool:
         """The model's forward begins: put the aliases in the places of the parameters.
 
@@ -113,6 +113,7 @@ class LoneSample:
             Whether it was done: not inside another private model that has done so.
         """
         self.end()
+        self.running = True
         parameters: dict[str, nn.Parameter] = {}
         places = []
         for layer in self._layers:
@@ -158,6 +159,7 @@ class LoneSample:
             own[local] = parameter
             if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
                 parameter.data = alias.data
+        self.running = False
 
     def ran_for(self, losses: Tensor, sink: Sink) -> bool:
         """Whether the first use of the model that is found in the graph of ``losses`` was bare.
@@ -180,7 +182,7 @@ class LoneSample:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replaced": [], "_off": [], "alive": None}
+        return {**self.__dict__, "_replaced": [], "_off": [], "running": False, "alive": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, alive=weakref.WeakSet())
