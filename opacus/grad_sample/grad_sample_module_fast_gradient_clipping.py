@@ -18,7 +18,6 @@ from opacus.core.platform.profiling import (
     part,
     timed,
 )
-from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
@@ -171,16 +170,16 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
-            device = compute_device(next(self._module.parameters()))
             with part(FINAL_COMPUTE):
-                return self._norms.take(norm_sq, ledger.batch, device)
+                return self._norms.take(norm_sq, ledger.batch)
 
     @timed(CLIP_FACTORS)
     def clip(self) -> Factors:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            norms, privacy = self._norms.whole, self._privacy
+            assert norms is not None
             return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
         of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opacus.core.kernels.sums.scaled_rows import Inputs, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum
-from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.privacy.clipping import Factors, read_excluded
 from opacus.core.record.record import Record
 
@@ -21,8 +21,8 @@ class Weighting:
 
     The factors meet the rows of the layer itself (of its backprops, or of its input where that is
     smaller), in at least fp32: nothing between the loss and the layer has seen them, so that what
-    is weighted is what was measured. Samples that are
-    excluded do not contribute, not even as ``0 * NaN``.
+    is weighted is what was measured. Samples that are excluded do not contribute, not even as
+    ``0 * NaN``.
 
     Args:
         clipped: Factors and excluded samples.
@@ -38,13 +38,18 @@ class Weighting:
         """The excluded samples; read once, as most batches have none and need no masking."""
         return read_excluded(self._clipped.excluded)
 
-    @each_layer
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
 
         Returns:
             Local name -> sum, of the parameter's shape, in at least fp32 where the rule can.
         """
+        if not PROFILE.running:
+            return self._of(record)
+        with layers([record.spec.name]):
+            return self._of(record)
+
+    def _of(self, record: Record) -> dict[str, Tensor]:
         names, owners = record.spec.params, record.layer.owners
         if self._shared is not None:
             return self._sums(record, names, self._shared)
@@ -72,7 +77,8 @@ class Weighting:
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
         rows = len(formed)
-        excluded = None if self._excluded is None else self._excluded[:rows]
+        masked = self._clipped.masked
+        excluded = None if masked is None else masked[:rows]
         return weighted_sum(formed, self._clipped.of(owner)[:rows], excluded)
 
 
