@@ -2,9 +2,9 @@
 
     python memory_test/benchmarks/experiment_plots.py && python memory_test/benchmarks/tables.py
 
-One shows time over memory as multiples of the non-private step, the other tokens a second of private
-against non-private training. Both show the cells of the README's table. Each picture holds a hash of
-its numbers in its metadata, under ``Source``, which a test compares.
+One shows time over memory as multiples of the non-private step, the other tokens a second with and
+without privacy. Both show the cells of the README's table. Each picture holds a hash of its numbers
+in its metadata, under ``Source``, which a test compares.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from statistics import median
 import pytest
 
 from memory_test.benchmarks import experiment_plots, experiment_tables, measured, tables
-from memory_test.benchmarks.measured import OURS
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 SMALL_SERIES = Path(__file__).parents[1] / "memory_test" / "data" / "results"
