@@ -27,7 +27,7 @@ NOTHING = "Not run on GPUs yet.\n"
 
 @dataclass(frozen=True)
 class Expectation:
-    """A speedup by deferred norms that was promised before anything was built."""
+    """A speedup by deferred norms that was set as a target before anything was built."""
 
     size: str
     models: tuple[str, ...]
@@ -37,12 +37,12 @@ class Expectation:
     or_more: bool = False
 
     def covers(self, pair: Pair) -> bool:
-        """Whether a pair can tell whether it holds."""
+        """Whether a pair is evidence for or against it."""
         length = pair.tokens >= self.tokens if self.or_more else pair.tokens == self.tokens
         return length and pair.model in self.models and not pair.adapters
 
 
-# End of the names of files in which deferred norms took as much memory as they liked.
+# End of the names of files in which deferred norms had no memory limit.
 BEFORE_BUDGET = "_two_pass"
 SMALL, MIDDLE, LARGE = ("gpt2",), ("llama3-1b", "llama3-3b"), ("llama3-8b",)
 EXPECTED = (
@@ -55,7 +55,7 @@ EXPECTED = (
 
 
 def expectations_table() -> str:
-    """Promised and measured speedup by deferred norms."""
+    """Target and measured speedup by deferred norms."""
     pairs = measured.deferred_pairs()
     rows = []
     for one in EXPECTED:
@@ -80,7 +80,7 @@ def span(values: Sequence[float], style: str = "{:.2f}x") -> str:
 
 
 def verdict(found: Sequence[float], wanted: float) -> str:
-    """How many reach what was wanted."""
+    """How many values reach the target."""
     return _of(sum(value >= wanted for value in found), found)
 
 
@@ -154,7 +154,7 @@ def _middle(values: Sequence[float]) -> str:
 
 
 def findings() -> str:
-    """What the pairs say together."""
+    """Summary of all pairs."""
     pairs = measured.deferred_pairs()
     if not pairs:
         return NOTHING
@@ -198,7 +198,7 @@ def _versions(bundle: dict[str, Any]) -> str:
 
 
 def choices() -> str:
-    """What ``auto`` stood for."""
+    """The modes that ``auto`` chose."""
     rows = [
         (
             r["model"],
