@@ -236,6 +236,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         self._ordinary = Ordinary(
             self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
         )
+        strategy.limit_memory(self._module)
         strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
         if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
             recorder.lone = lone_sample(recorder, strategy.receive_whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -115,9 +116,28 @@ class ShardedSink:
         while self._flying:
             self._land(self._flying.pop(0))
 
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+    @property
+    def shared(self) -> bool:
+        """Whether any parameter is sharded over several ranks."""
+        groups = {
+            self._shards_of(name).group
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
+        return any(dist.get_world_size(group) > 1 for group in groups)
+
+    @functools.cached_property
+    def bytes_needed(self) -> int:
+        """See :class:`~opacus.core.sums.terms.GradientSink`: what is filled and what flies."""
+        largest = max((p.numel() for p in self.parameters.values()), default=0)
+        buckets = max(BUCKET_ELEMENTS, largest) + IN_FLIGHT * BUCKET_ELEMENTS
+        return 4 * min(buckets, sum(p.numel() for p in self.parameters.values()))
+
+    def agree(
+        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
+    ) -> tuple[list[bool], list[int]]:
         """A block is replayed if any rank that has a shard of it wants to: all gather it."""
-        result = [wanted for _, wanted in blocks]
+        result, least = [wanted for _, wanted in blocks], list(numbers)
         groups: dict[Any, list[int]] = {}
         for place, (owners, _) in enumerate(blocks):
             groups.setdefault(self._shards_of(min(owners)).group, []).append(place)
@@ -125,11 +145,13 @@ class ShardedSink:
             if dist.get_world_size(group) == 1:
                 continue
             device = compute_device(self.parameters[min(blocks[places[0]][0])])
-            flags = torch.tensor([result[p] for p in places], dtype=torch.int32, device=device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-            for place, flag in zip(places, flags.tolist(), strict=True):
+            said = [*least, *(-int(result[p]) for p in places)]
+            heard = torch.tensor(said, dtype=torch.int64, device=device)
+            dist.all_reduce(heard, dist.ReduceOp.MIN, group=group)
+            least, flags = _parted(heard.tolist(), len(least))
+            for place, flag in zip(places, flags, strict=True):
                 result[place] = bool(flag)
-        return result
+        return result, least
 
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
@@ -248,6 +270,10 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
         size=rows * rest,
         dtype=wide,
     )
+
+
+def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
+    return values[:first], values[first:]
 
 
 def _same_reduction(one: Shards, other: Shards) -> bool:
