@@ -29,6 +29,7 @@ from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, TwoPass
 from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
@@ -209,6 +210,11 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def doubt(self) -> Tensor | None:
         """See :class:`opacus.core.step.private_step.Model`."""
         return self._strategy.doubt
+
+    @property
+    def unreduced(self) -> Unreduced | None:
+        """See :class:`opacus.core.step.private_step.Model`."""
+        return self._strategy.unreduced
 
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""

@@ -52,6 +52,7 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
+        self.unreduced = sink.unreduced
         self._shared = False  # whether ranks run the same blocks
         self._again: Callable[[Record], None] | None = None
 
@@ -112,17 +113,18 @@ class OnePass(Ghost):
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 
     def _replay(self, weighting: Weighting) -> Replay | None:
-        """The blocks that run again; ``None`` if none may."""
+        """The blocks that run again on any rank; ``None`` if none may."""
         blocks = self.planner.blocks
-        if blocks is None:
-            return None
-        visits, blocks.chosen = blocks.chosen, []
+        found, visits = ([], []) if blocks is None else (blocks.found, blocks.chosen)
         wanted = {id(visit.block) for visit in visits}
-        own = [(b.owners, id(b) in wanted) for b in blocks.found]
+        own = [(b.owners, id(b) in wanted) for b in found]
         agreed, least = self.sink.agree(own, self.limits.numbers)
         if self._shared:
             self.limits.agreed(least)
-        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
+        if blocks is None:
+            return None
+        blocks.chosen = []
+        some = [block for block, yes in zip(found, agreed, strict=True) if yes]
         return Replay(some, visits, weighting, self.planner.seen, self._recording)
 
     @contextmanager

@@ -27,6 +27,7 @@ from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting
 
 
@@ -62,6 +63,8 @@ class Ghost:
 
     # Whether the graph is needed again after the norm pass.
     retains_graph: ClassVar[bool] = True
+    # Sums that wait for later batches, where they can.
+    unreduced: Unreduced | None = None
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 

@@ -13,6 +13,7 @@ from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_eac
 from opacus.core.norms.kept import check_unchanged
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
+from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting
 
 
@@ -24,6 +25,8 @@ class GradientSink(Protocol):
 
     def finish(self) -> None:
         """All parameters have been put: set their ``grad``."""
+
+    unreduced: Unreduced | None  # sums that wait for later ones
 
     @property
     def shared(self) -> bool:
@@ -131,6 +134,8 @@ class KeptSums:
 
 class LocalSink:
     """Adds each sum to the parameter's ``grad`` on this process."""
+
+    unreduced = None
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
