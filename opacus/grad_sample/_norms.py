@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, total_norms
-from opacus.core.record.record import ForwardPass, Generation, Record
+from opacus.core.record.record import ForwardPass, Generation, Record, trains
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.tap import trains
 from opacus.core.rules.base import scale_rows
 from opacus.core.sums.strategy import Ghost
 from opacus.grad_sample._samplers import total_norm

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.kept import add_rows
 from opacus.core.record.layers import Layer, layers_of
-from opacus.core.record.record import Record
+from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.sums.materialise import Materialise

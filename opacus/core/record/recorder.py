@@ -28,8 +28,7 @@ from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.reached import Reached
-from opacus.core.record.record import Record, Use
-from opacus.core.record.tap import Tap
+from opacus.core.record.record import Record, Tap, Use
 from opacus.core.record.taps import Taps
 from opacus.core.record.trail import Follower
 from opacus.core.record.whole import LoneSample, WholeUse

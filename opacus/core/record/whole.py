@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.record import ForwardPass, Sink, Use
-from opacus.core.record.tap import ANCHOR
+from opacus.core.record.record import ANCHOR, ForwardPass, Sink, Use
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum
-from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 
@@ -31,13 +31,18 @@ class Weighting:
         self._excluded = clipped.masked
         self._masking = Masking()
 
-    @each_layer
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
 
         Returns:
             Local name -> sum, of the parameter's shape, in at least fp32 where the rule can.
         """
+        if not PROFILE.running:
+            return self._of(record)
+        with layers([record.spec.name]):
+            return self._of(record)
+
+    def _of(self, record: Record) -> dict[str, Tensor]:
         names, owners = record.spec.params, record.layer.owners
         if self._shared is not None:
             return self._sums(record, names, self._shared)

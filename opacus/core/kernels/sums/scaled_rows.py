@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.kernels.sums.weighted_sum import triton_works
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import as_sharded
@@ -66,4 +65,5 @@ def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor | None) -
         rows = rows.masked_fill(excluded.view(column), 0.0)
     if factors is None:
         return rows
-    return (rows * factors.to(wide_dtype(rows)).view(column)).to(rows.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows * factors.to(wide).view(column)).to(rows.dtype)
