@@ -28,6 +28,7 @@ from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, TwoPass
 from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
@@ -209,6 +210,11 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """See :class:`opacus.core.step.private_step.Model`."""
         return self._strategy.doubt
 
+    @property
+    def unreduced(self) -> Unreduced | None:
+        """See :class:`opacus.core.step.private_step.Model`."""
+        return self._strategy.unreduced
+
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
         self._strategy.start_sum()
@@ -235,6 +241,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         self._ordinary = Ordinary(
             self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
         )
+        strategy.limit_memory(self._module)
         strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
         if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
             recorder.lone = lone_sample(recorder, strategy.receive_whole)
