@@ -40,7 +40,7 @@ def was_processed(tensor: Tensor) -> bool:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether users' hooks change its gradient, or use it up."""
+    """Whether users' hooks change or consume its gradient."""
     hooks: Any = parameter._backward_hooks or {}
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(after) or any(not isinstance(hook, _Arrival) for hook in hooks.values())
@@ -66,7 +66,7 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def foreign_gradients(names: Sequence[str]) -> RuntimeError:
-    """The error for gradients that came to private parameters past their layers."""
+    """The error for gradients of private parameters that bypassed their layers."""
     return RuntimeError(
         f"parameters {list(names)} received gradients that were not clipped: they were used "
         "outside their layer's forward (or in the loss, as a penalty on weights is: see "
@@ -80,7 +80,7 @@ def foreign_gradients(names: Sequence[str]) -> RuntimeError:
 class ForeignGradients:
     """Notices gradients that autograd adds to private parameters.
 
-    Their own layers run on detached aliases, so whatever arrives has come past the taps.
+    Their layers run on detached aliases, so whatever arrives has bypassed the taps.
 
     Args:
         parameters: The private parameters with their names.

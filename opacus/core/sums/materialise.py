@@ -73,7 +73,7 @@ class Materialise:
             self._join(key)
 
     def _drop_abandoned(self, key: tuple[str, int, int]) -> None:
-        """Forget what an earlier backward pass left behind when it failed."""
+        """Drop leftovers of a backward pass that failed."""
         for old in list(self._waiting):
             if old[1] != key[1] and old[2] != key[2]:
                 del self._waiting[old], self._elements[old]

@@ -22,9 +22,11 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
+from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting
 
 
@@ -60,6 +62,8 @@ class Ghost:
 
     # Whether the graph is needed again after the norm pass.
     retains_graph: ClassVar[bool] = True
+    # Sums that wait for later batches, where they can.
+    unreduced: Unreduced | None = None
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 
@@ -78,8 +82,7 @@ class Ghost:
         self.deferred = deferred
         self.budget_bytes = budget_bytes
         self.planner: Planner | None = None
-        self.held_budget: int | None = None
-        self.memory_budget: int | None = None
+        self.limits = Limits()
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
@@ -90,12 +93,12 @@ class Ghost:
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
-        self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
-        self.memory_budget = other.memory_budget
+        self.budget_bytes = other.budget_bytes
+        self.limits.go_on_from(other.limits)
         self._summed = other._summed
 
     def limit_memory(self, model: nn.Module) -> None:
-        """A budget of what is kept for the sum has been set; only one pass keeps anything."""
+        """Blocks may have to run again, or not any more; only one pass keeps anything."""
 
     def watch_ordinary(
         self,

@@ -91,7 +91,7 @@ class SumWatch:
             self._moved = flag if self._moved is None else self._moved | flag
 
     def guarded(self, divisor: float | Tensor) -> float | Tensor:
-        """What the noised sums are to be divided by: infinity, if the device has found a change."""
+        """The divisor of the noised sums: infinity if the device has found a change."""
         moved, self._moved = self._moved, None
         if moved is None:
             return divisor
