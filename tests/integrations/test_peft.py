@@ -24,7 +24,7 @@ from tests.helpers.adapters import (
     texts,
 )
 from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
-from tests.integrations.tiny import VOCABULARY, llama
+from tests.integrations.tiny import VOCABULARY
 
 # PEFT asks transformers in a way that it deprecates.
 pytestmark = [
@@ -97,8 +97,15 @@ def test_adapters_of_ordinary_layers_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("kind", "count", "length"),
-    [("DoRA", 1, 5), ("prefix", 1, 5), ("prefix", 5, 5), ("prefix", 3, 6), ("prompt", 1, 5),
-     ("prompt", 5, 5), ("p-tuning", 3, 6)],
+    [
+        ("DoRA", 1, 5),
+        ("prefix", 1, 5),
+        ("prefix", 5, 5),
+        ("prefix", 3, 6),
+        ("prompt", 1, 5),
+        ("prompt", 5, 5),
+        ("p-tuning", 3, 6),
+    ],
 )
 def test_batches_as_large_as_something_else(kind: str, count: int, length: int, mode: str) -> None:
     """One text; as many texts as tokens, or as virtual tokens."""

@@ -154,15 +154,17 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         except ValueError as error:
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
-        written = RULES.get(spec.kind, rule) if reader is None else rule  # what the layer is, whichever rule it gets
+        written = (
+            RULES.get(spec.kind, rule) if reader is None else rule
+        )  # what the layer is, whichever rule it gets
         batch_first = written.batch_leads or _own_batch_first(module, spec)
         features = written.features(spec)
-        layers.append(
-            Layer(
-                HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features,
-                reader=None if reader is None else HeldModule(reader),
-            )  # fmt: skip
+        layer = Layer(
+            HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
         )
+        if reader is not None:
+            layer.reader = HeldModule(reader)
+        layers.append(layer)
     _mark_shared(layers)
     return layers
 

@@ -278,13 +278,14 @@ def _refusal(source: Source, what: str) -> ValueError:
 _OUT_OF_PLACE = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
 # One element of each operand, broadcast.
 _POINTWISE = frozenset(
-    "add radd sub rsub mul rmul div truediv rtruediv true_divide where masked_fill maximum "
-    "minimum".split()
-)
+    ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "rtruediv", "true_divide",
+     "where", "masked_fill", "maximum", "minimum")
+)  # fmt: skip
 # Where shared tensors may meet the samples': dimensions are counted from the last one in all.
 _MEETS = _POINTWISE | frozenset(
-    "iadd isub imul itruediv cat concat matmul bmm baddbmm scaled_dot_product_attention".split()
-)
+    ("iadd", "isub", "imul", "itruediv", "cat", "concat", "matmul", "bmm", "baddbmm",
+     "scaled_dot_product_attention")
+)  # fmt: skip
 # What a row for each sample in front does not change.
 _KEEPS = _POINTWISE | {"to", "dropout"}
 # No gradient comes back from what these give.

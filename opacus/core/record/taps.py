@@ -170,9 +170,7 @@ class Taps:
             outputs[index] = tensor
         return tree_unflatten(outputs, out_tree)
 
-    def _sharing(
-        self, use: Use, outputs: list[Tensor], inputs: list[Tensor]
-    ) -> Scope | None:
+    def _sharing(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> Scope | None:
         """The forward pass, if all samples share what a layer gave."""
         own = next((t for t in outputs if isinstance(t, Shared)), None)
         if own is not None and len(outputs) == 1:
@@ -184,9 +182,7 @@ class Taps:
             return None
         return self.whose.sharing(use, outputs)
 
-    def _tap_shared(
-        self, use: Use, output: Tensor, inputs: list[Tensor], scope: Scope
-    ) -> Shared:
+    def _tap_shared(self, use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> Shared:
         """The output of a layer that runs once for all samples: tapped on rows, if it is used."""
         use.batch_dim = 0
         simple = output.shape[:1] == (1,) and all(
