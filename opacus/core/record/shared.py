@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -201,9 +202,14 @@ def _shared(
     simple = name.strip("_") in _KEEPS and all(s._source.simple for s in shared)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            fresh = Source(lambda i=i: mapped()[i], at, source.spec, source.scope, simple)
+            rows = partial(_item, mapped, i)
+            fresh = Source(rows, at, source.spec, source.scope, simple)
             leaves[i] = Shared.of(leaf, fresh)
     return tree_unflatten(leaves, tree)
+
+
+def _item(make: Callable[[], list[Any]], place: int) -> Any:
+    return make()[place]
 
 
 def _pushed(
