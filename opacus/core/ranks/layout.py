@@ -30,7 +30,8 @@ from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
 from opacus.core.platform.sizes import NOISE_ELEMENTS
-from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
+from opacus.core.privacy.correlated import CorrelatedNoise
+from opacus.core.privacy.correlation import Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import add_noise
 
@@ -154,7 +155,12 @@ class Single:
                 (total, total if dtype is None else _like(total, dtype), name)
                 for total, dtype, name, _ in piece
             ]
-            if std:
+            if std and self.correlation is not None and self.correlation.buffers is not None:
+                numbers = self.correlation.first, step
+                self.correlation.buffers.add(
+                    std, todo, self.key, numbers, self.secure_mode, self.grid
+                )
+            elif std:
                 add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
             else:
                 for total, target, _ in todo:
