@@ -14,6 +14,8 @@ from opacus.core.privacy.noise import add_noise
 
 ROWS, BATCHES, SIGMA, CLIP = 40, 4, 1.5, 0.05
 PLAN = CorrelatedNoise.square_root(3, steps=12, separation=BATCHES)
+BUFFERED = CorrelatedNoise((1.0,), 12, BATCHES, buffers=((-0.4, 0.4), (-0.05, 0.8)))
+BANDED = CorrelatedNoise((1.0,), 12, 2, strategy=(1.0, 0.6))
 
 
 def model() -> nn.Module:
@@ -51,9 +53,11 @@ class Run:
             **{"noise_multiplier": SIGMA, "correlated_noise": PLAN, **kw},
         )
         self.model, self.optimizer, self.loader = self.made[0], self.made[1], self.made[-1]
+        self.seen: list[tuple[Tensor, Tensor]] = []
         self.loss = self.made[2] if len(self.made) == 4 else nn.CrossEntropyLoss()
 
     def step(self, x: Tensor, y: Tensor) -> None:
+        self.seen.append((x, y))
         self.optimizer.zero_grad()
         self.loss(self.model(x), y).backward()
         self.optimizer.step()
@@ -95,7 +99,7 @@ def white(run: Run, number: int) -> list[Tensor]:
 
 def reference(run: Run, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The weights after steps with these batches, in float64, the noise summed term by term."""
-    module = model()
+    module, plan = model(), run.optimizer.plan.correlated_noise
     drawn: list[list[Tensor]] = []
     for number, (x, y) in enumerate(batches):
         drawn.append(white(run, number))
@@ -103,9 +107,8 @@ def reference(run: Run, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         for place, parameter in enumerate(module.parameters()):
             noise = sum(
                 weight * drawn[number - age][place]
-                for age, weight in enumerate(PLAN.weights)
-                if age <= number
+                for age, weight in enumerate(plan.coefficients[: number + 1])
             )
-            step = total[place] + SIGMA * CLIP * PLAN.sensitivity * noise
+            step = total[place] + SIGMA * CLIP * plan.sensitivity * noise
             parameter.data -= 0.5 * step / (ROWS / BATCHES)
     return [p.detach() for p in module.parameters()]
