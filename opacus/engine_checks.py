@@ -291,11 +291,6 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
             "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
             f"noise's power of two; got {grid!r}"
         )
-    if isinstance(settings.module, _OwnDDP | DistributedDataParallel):
-        raise ValueError(
-            "release_grid is not supported with DistributedDataParallel, where the sums of other "
-            "ranks are added after the noise: use FSDP2 or one process"
-        )
 
 
 @functools.cache  # once a process

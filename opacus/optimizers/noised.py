@@ -112,8 +112,15 @@ class NoisedSums:
             divide([grad for grad in grads if grad is not None], divisor)
 
     def reduce(self) -> None:
-        """Sum the noised gradients over ranks, where that has not been done."""
-        self._layout.reduce(self.params)
+        """Sum ``p.summed_grad`` over ranks, where that has not been done.
+
+        Raises:
+            ValueError: The sum was used in an earlier step already.
+        """
+        sums = [getattr(parameter, "summed_grad", None) for parameter in self.params]
+        check_processed([total for total in sums if total is not None])
+        with torch.no_grad():
+            self._layout.reduce(self.params)
 
 
 def check_processed(tensors: Sequence[Tensor]) -> None:

@@ -256,9 +256,10 @@ class DPOptimizer(
         return True
 
     def noise_and_count(self) -> None:
-        """Add the noise and count the step; after an error nothing is left to release."""
+        """Add noise to the sum of all ranks, and count; after an error nothing is left."""
         entries = self._counts()
         try:
+            self.reduce()
             self.add_noise()
             self._count_step(entries)
         except BaseException:
