@@ -37,7 +37,7 @@ class PrivacyEngine(EngineSteps):
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
-        accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+        accountant: How privacy loss is counted: ``"prv"``, ``"pld"``, ``"rdp"`` or ``"gdp"``.
         secure_mode: Draw sampling and noise by ChaCha20. Slow;
             for the final model.
 
@@ -132,7 +132,7 @@ class PrivacyEngine(EngineSteps):
                 counts the whole run at its first step, without amplification by sampling; with
                 ``CorrelatedNoise.banded`` batches are drawn from groups of the data in turn, and
                 one step of each round of the groups counts, at so many times the rate.
-            sampling: What a unit has to do with the rows that are drawn, where it is not one row:
+            sampling: How a unit relates to the rows that are drawn, where it is not one row:
                 ``UserRows`` or ``GaussianMixture``. Needs an engine with the accountant "pld".
             max_batch_size: All batches have rows for so many items, on all ranks together. Smaller
                 ones are filled up by rows of nobody, named -1 by ``unit_ids``, which the batch

@@ -18,7 +18,6 @@ from opacus.core.platform.profiling import (
     part,
     timed,
 )
-from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
@@ -29,6 +28,7 @@ from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, TwoPass
 from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
@@ -171,16 +171,16 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
-            device = compute_device(next(self._module.parameters()))
             with part(FINAL_COMPUTE):
-                return self._norms.take(norm_sq, ledger.batch, device)
+                return self._norms.take(norm_sq, ledger.batch)
 
     @timed(CLIP_FACTORS)
     def clip(self) -> Factors:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            norms, privacy = self._norms.whole, self._privacy
+            assert norms is not None
             return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
         of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
@@ -210,6 +210,11 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """See :class:`opacus.core.step.private_step.Model`."""
         return self._strategy.doubt
 
+    @property
+    def unreduced(self) -> Unreduced | None:
+        """See :class:`opacus.core.step.private_step.Model`."""
+        return self._strategy.unreduced
+
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
         self._strategy.start_sum()
@@ -236,6 +241,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         self._ordinary = Ordinary(
             self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
         )
+        strategy.limit_memory(self._module)
         strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
         if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
             recorder.lone = lone_sample(recorder, strategy.receive_whole)

@@ -29,7 +29,7 @@ from opacus.core.privacy import correlated_search as search
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """How the noise of a run hangs together, and how often a sample takes part in it.
+    """The correlation of a run's noise, and how often a sample takes part.
 
     Attributes:
         weights: Of the white draws of this step and of those before it; the first is 1.
@@ -109,8 +109,7 @@ class CorrelatedNoise:
     ) -> CorrelatedNoise:
         """Weights with a small mean squared error of prefix sums (BandInvMF, arXiv 2505.12128).
 
-        Found by descent from :meth:`square_root`, than which they are never worse. With few bands
-        they are clearly better.
+        Found by descent from :meth:`square_root`: never worse, and clearly better with few bands.
 
         Args:
             bands, steps, separation: See :meth:`square_root`.
@@ -204,7 +203,7 @@ class CorrelatedNoise:
 
     @functools.cached_property
     def sensitivity(self) -> float:
-        """Largest ``||C u||`` over who may take part when, gradients having norm 1.
+        """Largest ``||C u||`` over all allowed participations, for gradients of norm 1.
 
         With a strategy, of one time that a sample takes part. Otherwise exact where C's
         coefficients fall and are not negative (arXiv 2405.13763, theorem 2), as those of

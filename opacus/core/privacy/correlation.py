@@ -22,7 +22,7 @@ class Split(Protocol):
 
 
 class Correlation:
-    """Correlated noise of one run: what it has begun with, and who has taken part when.
+    """Correlated noise of one run: its start, and when each part of the data took part.
 
     Args:
         plan: What it keeps to.
@@ -70,7 +70,7 @@ class Correlation:
             number: Of the step.
 
         Raises:
-            RuntimeError: Samples of the part may have taken part too short a time ago.
+            RuntimeError: Samples of the part may have taken part too recently.
         """
         if self.split is None:
             raise RuntimeError(
@@ -135,7 +135,7 @@ class Correlation:
         """Refuse the state of a run with other noise.
 
         Raises:
-            ValueError: It says in what they differ.
+            ValueError: It names what differs.
         """
         saved = state.get("plan") if isinstance(state, dict) else None
         if saved != self._described():

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.record import ForwardPass, Sink, Use
-from opacus.core.record.tap import ANCHOR
+from opacus.core.record.record import ANCHOR, ForwardPass, Sink, Use
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
@@ -57,6 +56,11 @@ class LoneSample:
             ``[*shape]`` by parameter name, without gradient tracking.
         handles: Of each layer's hooks, the one before and the one after it has run, which
             have nothing to do while no layer is tapped.
+
+    Attributes:
+        running: Whether aliases may be in the places of parameters.
+        ruled_out: Why batches of one sample are tapped like others; ``None`` if they are not.
+        alive: Forward passes whose graphs are not gone yet.
     """
 
     def __init__(
@@ -66,12 +70,11 @@ class LoneSample:
         self._handles = handles
         self._sink = sink
         self._off_duty: list[Any] = []  # those that are taken off
+        self.running = False
         self._proven = False
-        # Why batches of one sample are tapped like others; ``None`` if they are not.
         self.ruled_out: str | None = None
         self._replaced: list[Place] = []
         self._off: TakenOff = []
-        # Forward passes whose graphs are not gone yet.
         self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
 
     @property
@@ -99,9 +102,9 @@ class LoneSample:
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
             self._off_duty += [before] if layer.spec.name in watched else [before, after]
 
-    def takes(self, batch: int | None) -> bool:
-        """Whether a batch of so many samples runs without taps."""
-        return batch == 1 and self.ready
+    def waits_alone(self, waiting: Collection[Any]) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
 
     def begin(self, forward_pass: ForwardPass) -> bool:
         """The model's forward begins: put the aliases in the places of the parameters.
@@ -110,6 +113,7 @@ class LoneSample:
             Whether it was done: not inside another private model that has done so.
         """
         self.end()
+        self.running = True
         parameters: dict[str, nn.Parameter] = {}
         places = []
         for layer in self._layers:
@@ -146,7 +150,8 @@ class LoneSample:
 
         What the forward has assigned to ``weight.data``, or put in a parameter's place, stays.
         """
-        put_back(self._off)
+        if self._off:
+            put_back(self._off)
         while self._replaced:
             own, local, parameter, alias = self._replaced.pop()
             if own.get(local) is not alias:
@@ -154,6 +159,7 @@ class LoneSample:
             own[local] = parameter
             if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
                 parameter.data = alias.data
+        self.running = False
 
     def ran_for(self, losses: Tensor, sink: Sink) -> bool:
         """Whether the first use of the model that is found in the graph of ``losses`` was bare.
@@ -176,7 +182,7 @@ class LoneSample:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replaced": [], "_off": [], "alive": None}
+        return {**self.__dict__, "_replaced": [], "_off": [], "running": False, "alive": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, alive=weakref.WeakSet())
@@ -221,8 +227,3 @@ class _Aliases(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.deliver(grads)
         return None, None, None
-
-
-def only_whole(waiting: Collection[Any]) -> bool:
-    """Whether all forward passes that wait for their backward run without taps."""
-    return all(isinstance(use, WholeUse) for use in waiting)
