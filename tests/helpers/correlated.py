@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -112,3 +113,29 @@ def reference(run: Run, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
             step = total[place] + SIGMA * CLIP * plan.sensitivity * noise
             parameter.data -= 0.5 * step / (ROWS / BATCHES)
     return [p.detach() for p in module.parameters()]
+
+
+# --- dense matrices ---
+
+
+def toeplitz(weights: tuple[float, ...], steps: int) -> Tensor:
+    """``[steps, steps]`` with the weights below each other."""
+    matrix = torch.zeros(steps, steps, dtype=torch.float64)
+    for age, weight in enumerate(weights[:steps]):
+        matrix += weight * torch.diag(torch.ones(steps - age, dtype=torch.float64), -age)
+    return matrix
+
+
+def worst(plan: CorrelatedNoise) -> float:
+    """The largest ``||C u||`` over all ways to take part, gradients of norm 1 of either sign."""
+    inverse = torch.linalg.inv(toeplitz(plan.weights, plan.steps))
+    found = 0.0
+    for signs in itertools.product((-1.0, 0.0, 1.0), repeat=plan.steps):
+        places = [place for place, sign in enumerate(signs) if sign]
+        if all(b - a >= plan.separation for a, b in itertools.pairwise(places)):
+            found = max(found, float((inverse @ torch.tensor(signs, dtype=torch.float64)).norm()))
+    return found
+
+
+def root(plan: CorrelatedNoise) -> float:
+    return math.sqrt(math.fsum(plan.squared_errors()) / plan.steps)

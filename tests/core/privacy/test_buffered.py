@@ -11,7 +11,7 @@ from torch import Tensor
 from opacus.accountants import create_accountant
 from opacus.core.privacy import correlated_search as search
 from opacus.core.privacy.correlated import CorrelatedNoise
-from tests.core.privacy.test_correlated import root, toeplitz, worst
+from tests.helpers.correlated import root, toeplitz, worst
 
 BUFFERS = ((-0.4, 0.9), (-0.2, -0.3), (-0.05, 0.5))
 

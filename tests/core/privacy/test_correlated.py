@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 
 import pytest
 import torch
-from torch import Tensor
 
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.correlation import Correlation
 from opacus.core.privacy.key import RunKey
-
-
-def toeplitz(weights: tuple[float, ...], steps: int) -> Tensor:
-    """``[steps, steps]`` with the weights below each other."""
-    matrix = torch.zeros(steps, steps, dtype=torch.float64)
-    for age, weight in enumerate(weights[:steps]):
-        matrix += weight * torch.diag(torch.ones(steps - age, dtype=torch.float64), -age)
-    return matrix
-
-
-def worst(plan: CorrelatedNoise) -> float:
-    """The largest ``||C u||`` over all ways to take part, gradients of norm 1 of either sign."""
-    inverse = torch.linalg.inv(toeplitz(plan.weights, plan.steps))
-    found = 0.0
-    for signs in itertools.product((-1.0, 0.0, 1.0), repeat=plan.steps):
-        places = [place for place, sign in enumerate(signs) if sign]
-        if all(b - a >= plan.separation for a, b in itertools.pairwise(places)):
-            found = max(found, float((inverse @ torch.tensor(signs, dtype=torch.float64)).norm()))
-    return found
+from tests.helpers.correlated import root, toeplitz, worst
 
 
 @pytest.mark.parametrize("bands", [1, 2, 3, 8])
@@ -83,10 +63,6 @@ def test_bands_pay() -> None:
     assert [found[1] / found[bands] for bands in (2, 8, 64)] == pytest.approx(
         [1.73, 3.38, 5.72], abs=0.01
     )
-
-
-def root(plan: CorrelatedNoise) -> float:
-    return math.sqrt(math.fsum(plan.squared_errors()) / plan.steps)
 
 
 def test_two_optimised_weights_are_the_best_two() -> None:
