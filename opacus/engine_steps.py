@@ -28,6 +28,7 @@ from opacus.engine_checks import (
     check_parallelism,
     check_privacy_unit,
     check_public_numbers,
+    check_scales,
     choose,
     is_distributed,
     on_all_ranks,
@@ -91,6 +92,7 @@ class EngineSteps(EngineCheckpoints):
             check_arguments(asked)
             check_sampling(asked, self.accountant)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
+            check_scales(asked, adaptive=bool(self._criterion_keywords))
             check_parallelism(asked)
             data_layout = choose_data_layout(
                 asked.data_layout,

@@ -140,6 +140,7 @@ class DPOptimizer(
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
         )
+        self._privacy.gradient_scales = getattr(optimizer, "gradient_scales", None)
         self._layout = self._layout_class(generator, secure_mode)
         # Of the model's hooks: checks what is about to be released.
         self.isolation: Isolation | None = None
@@ -204,7 +205,11 @@ class DPOptimizer(
         """Clipping factors of each parameter in ``used``; flat clipping: all the same."""
         if not samples:
             return []
-        norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
+        each = self._norms(samples)
+        if self._clipped_scaled_by is not None:
+            scale_of = dict(zip(map(id, self.params), self._clipped_scaled_by, strict=True))
+            each = [norm * scale_of[id(p)] for norm, p in zip(each, used, strict=True)]
+        norms = torch.stack(each, dim=1).norm(2, dim=1)
         return [clip_flat(norms, self._privacy.sensitivity, self._privacy.clip_rule)] * len(samples)
 
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
@@ -320,7 +325,7 @@ class DPOptimizer(
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self.call_step_hooks()
         self._overflowed = self._is_last_step_skipped = False
-        self._clipped_with = 0.0
+        self._forget_clipping_norm()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
@@ -366,7 +371,7 @@ class DPOptimizer(
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
-            self._clipped_with = 0.0
+            self._forget_clipping_norm()
             if self._draws is not None:
                 self._draws.forget()
         self.original_optimizer.zero_grad(set_to_none)
@@ -389,7 +394,7 @@ class DPOptimizer(
             self._draws.forget()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
-        self._clipped_with = 0.0
+        self._forget_clipping_norm()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]

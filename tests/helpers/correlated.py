@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ class Run:
         mode: str = "hooks",
         seed: int | None = 5,
         secure: bool = False,
+        made_by: Callable[[Any], torch.optim.Optimizer] | None = None,
         **kw: Any,
     ) -> None:
         self.engine = PrivacyEngine(accountant="pld", secure_mode=secure)
@@ -46,12 +49,16 @@ class Run:
         split = None if seed is None else torch.Generator().manual_seed(7)
         self.made: Any = self.engine.make_private(
             module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
+            optimizer=(made_by or partial(torch.optim.SGD, lr=0.5))(module.parameters()),
             data_loader=DataLoader(data(), batch_size=ROWS // BATCHES, generator=split),
-            max_grad_norm=CLIP,
             grad_sample_mode=mode,
             noise_generator=own,
-            **{"noise_multiplier": SIGMA, "correlated_noise": PLAN, **kw},
+            **{
+                "noise_multiplier": SIGMA,
+                "max_grad_norm": CLIP,
+                "correlated_noise": PLAN,
+                **kw,
+            },
         )
         self.model, self.optimizer, self.loader = self.made[0], self.made[1], self.made[-1]
         self.seen: list[tuple[Tensor, Tensor]] = []
@@ -76,13 +83,16 @@ class Run:
         return [p.detach() for p in self.optimizer.params]
 
 
-def clipped_sum(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """One sample at a time, by plain autograd."""
+def clipped_sum(
+    module: nn.Module, x: Tensor, y: Tensor, scales: Sequence[float] = (1.0,) * 4
+) -> list[Tensor]:
+    """One sample at a time, by plain autograd; norms of gradients multiplied by scales."""
     parameters = list(module.parameters())
     total = [torch.zeros_like(p) for p in parameters]
     for row, target in zip(x.split(1), y.split(1), strict=True):
         grads = torch.autograd.grad(nn.functional.cross_entropy(module(row), target), parameters)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        pairs = zip(scales, grads, strict=True)
+        norm = math.sqrt(sum(s * s * float(g.square().sum()) for s, g in pairs))
         assert norm > CLIP
         for t, g in zip(total, grads, strict=True):
             t += g * CLIP / (norm + 1e-6)
