@@ -166,7 +166,9 @@ class CorrelatedNoise:
 
         Each step draws by Poisson sampling from the next of ``groups`` parts of the data, at so
         many times the sample rate. Few bands keep more of the amplification, many take back more
-        noise: compare :meth:`squared_errors`, at the noise multiplier that each needs.
+        noise: compare :meth:`squared_errors`, at the noise multiplier that each needs. Sampling at
+        random distances (b-min-sep, arXiv 2602.09338) amplifies more, but is counted by simulation,
+        which no accountant here does.
 
         Args:
             bands: Coefficients of C; a step's noise is made of so many buffers less one. 1 is
