@@ -13,7 +13,7 @@ Note [Parameters through one node]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,17 +133,18 @@ class LoneSample:
                     places.append((own, local, owner, parameter))
         if not places:
             return False
-        use = WholeUse(forward_pass, tuple(parameters), self._sink)
-        forward_pass.generation.waiting.add(use)
-        self.alive.add(use)
-        aliases = dict(
-            zip(parameters, _Aliases.apply(ANCHOR, use, list(parameters.values())), strict=True)
-        )
+        aliases = aliases_of(parameters, self._waiting(WholeUse(forward_pass, self._sink)))
         for own, local, owner, parameter in places:
             self._replaced.append((own, local, parameter, aliases[owner]))
             own[local] = aliases[owner]  # type: ignore[assignment]
         self._off = take_off(self._off_duty)
         return True
+
+    def _waiting(self, use: WholeUse) -> WholeUse:
+        """The use, which waits for its backward pass from now on."""
+        use.forward_pass.generation.waiting.add(use)
+        self.alive.add(use)
+        return use
 
     def end(self) -> None:
         """The model's forward has ended or failed: the parameters are back in their places.
@@ -191,24 +192,29 @@ class LoneSample:
 class WholeUse:
     """One forward pass on one sample, until its graph is gone."""
 
-    __slots__ = ("__weakref__", "_names", "_sink", "forward_pass")
+    __slots__ = ("__weakref__", "_sink", "forward_pass")
 
-    def __init__(self, forward_pass: ForwardPass, names: tuple[str, ...], sink: WholeSink) -> None:
+    def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
         self.forward_pass = forward_pass
-        self._names = names
         self._sink = weakref.WeakMethod(sink)
 
-    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Hand on the gradients of one backward pass; what took no part has none."""
+    def deliver(self, grads: dict[str, Tensor]) -> None:
+        """Hand on the gradients of one backward pass, by parameter name."""
         sink = self._sink()
         if sink is None:
             raise RuntimeError("the private model was deleted before backward()")
         generation = self.forward_pass.generation
         generation.waiting.discard(self)
         generation.begun = True
-        pairs = zip(self._names, grads, strict=True)
         with torch.no_grad():
-            sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
+            sink(self.forward_pass, {name: grad.detach() for name, grad in grads.items()})
+
+
+def aliases_of(parameters: Mapping[str, nn.Parameter], use: WholeUse) -> dict[str, Tensor]:
+    """Aliases of parameters, by name, through one node; their gradients go to ``use``."""
+    names = tuple(parameters)
+    aliases = _Aliases.apply(ANCHOR, use, names, list(parameters.values()))
+    return dict(zip(names, aliases, strict=True))
 
 
 class _Aliases(torch.autograd.Function):
@@ -216,14 +222,19 @@ class _Aliases(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, use: WholeUse, parameters: list[nn.Parameter]
+        ctx: Any,
+        anchor: Tensor,
+        use: WholeUse,
+        names: tuple[str, ...],
+        parameters: list[nn.Parameter],
     ) -> tuple[Tensor, ...]:
-        ctx.use = use
+        ctx.use, ctx.names = use, names
         ctx.stands_for_parameters = True  # see is_alias
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.use.deliver(grads)
-        return None, None, None
+        pairs = zip(ctx.names, grads, strict=True)  # what took no part has none
+        ctx.use.deliver({name: grad for name, grad in pairs if grad is not None})
+        return None, None, None, None

@@ -39,9 +39,7 @@ class Inputs:
 def _each(
     tensors: tuple[Tensor, ...], factors: Tensor | None, excluded: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        scaled_rows(t, factors, excluded) if t.is_floating_point() else t for t in tensors
-    )
+    return tuple(scaled_rows(t, factors, excluded) if t.is_floating_point() else t for t in tensors)
 
 
 def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor | None) -> Tensor:
