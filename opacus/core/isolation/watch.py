@@ -17,9 +17,13 @@ from opacus.core.isolation.losses import batch_mean
 from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 
-# Most units that are run together, and elements of tensors that are copied as they are.
+# Most units that are run together; no more than two of units with many outputs.
 TOGETHER = 8
+KEPT_ELEMENTS = 1 << 28
+# Elements of tensors that are copied as they are, where they are.
 COPIED_ELEMENTS = 1 << 24
+# Larger ones stay on the GPU if this many times as much is free.
+ROOM = 16
 _NARROW = (torch.float16,)
 
 
@@ -54,6 +58,7 @@ class Watch:
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
         self.dims: dict[int, int] = {}  # that count units, of these outputs
         self.scalars: dict[int, Tensor] = {}
+        self._sizes: list[Tensor] = []  # the largest element of each gradient that is kept
         self.divided = True  # whether all of these outputs are made of units
         self.contexts = _autocast_states()
         self._versions = [] if small else [(t, t._version) for t in tensors]
@@ -79,6 +84,7 @@ class Watch:
         units = self.rows.units
         if grad.dim() == 0 or (grad.numel() == 1 and units != 1):
             self.scalars[place] = grad.detach().reshape(())
+            self._sizes.append(self.scalars[place].abs())
             return
         dim = self.rows.output_dim(grad)
         if dim is None:
@@ -93,17 +99,20 @@ class Watch:
         if not self.chosen:
             wide = torch.promote_types(grad.dtype, torch.float32)
             norms = torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=wide)
-            self.chosen = _choose(norms.tolist(), self._count())
+            most = max(2, KEPT_ELEMENTS // max(1, grad[0].numel()))
+            self.chosen = _choose(norms.tolist(), self._count(most))
         kept = grad if len(self.chosen) == len(grad) else grad[self.chosen]
-        large = kept.is_cuda and kept.numel() > COPIED_ELEMENTS
-        self.cotangents[place] = kept.cpu() if large else kept
+        if kept.numel():
+            self._sizes.append(torch.linalg.vector_norm(kept, math.inf))
+        self.cotangents[place] = kept if _may_stay(kept) else kept.cpu()
 
     def prepare(self) -> bool:
         """All gradients have come; whether there is anything to run."""
         if not self.chosen and self.scalars:
-            self.chosen = _choose([1.0] * self.rows.units, self._count())
+            self.chosen = _choose([1.0] * self.rows.units, self._count(TOGETHER))
+        sizes = [float(size) for size in self._sizes]
+        largest = math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
         every = [*self.cotangents.values(), *self.scalars.values()]
-        largest = max((float(t.abs().max()) for t in every if t.numel()), default=0.0)
         unchanged = all(t._version == version for t, version in self._versions)
         if not (self.chosen and unchanged and math.isfinite(largest) and largest > 0):
             return False
@@ -113,12 +122,12 @@ class Watch:
             self.scalars = {p: t * factor for p, t in self.scalars.items()}
         return True
 
-    def _count(self) -> int:
+    def _count(self, most: int) -> int:
         """How many units are run together: no size of the inputs, so that it means units."""
         units = self.rows.units
         tensors = [t for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
         sizes = {s for t in tensors for d, s in enumerate(t.shape) if d != self.rows.dim(t)}
-        most = min(units, TOGETHER)
+        most = min(units, TOGETHER, most)
         return next((n for n in range(most, 1, -1) if n not in sizes), most)
 
 
@@ -190,9 +199,9 @@ class WatchedRuns:
             front = leaf.movedim(watch.dims[place], 0)
             if len(front) != len(places) * each:
                 raise IncomparableError("its outputs have no row for each sample")
-            index = torch.tensor(list(places), device=cotangent.device)
+            own = torch.stack([cotangent[place].to(front.device) for place in places])
             tensors.append(front)
-            grads.append(fitted(cotangent[index].flatten(0, 1), front))
+            grads.append(fitted(own.flatten(0, 1), front))
         return tensors, grads
 
 
@@ -225,6 +234,14 @@ class LossRuns:
             raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
         one = value.dim() == 0 and self._shared
         return [value.sum() * len(places) if one else value.sum()], [torch.ones_like(value.sum())]
+
+
+def _may_stay(kept: Tensor) -> bool:
+    """Whether a gradient stays where it is for the rest of the step."""
+    if not kept.is_cuda or kept.numel() <= COPIED_ELEMENTS:
+        return True
+    free, _ = torch.cuda.mem_get_info(kept.device)
+    return free > ROOM * kept.numel() * kept.element_size()
 
 
 def _choose(norms: list[float], count: int) -> list[int]:

@@ -48,7 +48,7 @@ PHASES = (
     NOISE,
     STEP,
 )
-# What a layer does in a backward pass that the user started.
+# Work of a layer in a backward pass that the user started.
 PER_SAMPLE_GRADIENTS = "Per-sample gradients"
 
 # Parts of the norm phases.
@@ -102,25 +102,26 @@ class Span:
 
 
 class StepProfile:
-    """What has been measured since the last step; one for the process, :data:`PROFILE`.
+    """Times measured since the last step; one for the process, :data:`PROFILE`.
 
     A phase does not count the phases inside it, so that their times add up.
 
     Attributes:
         on: Whether a variable is set, so that times are measured.
+        running: Phases that are measured now, or that a profiler sees; one in another.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._variables: frozenset[str] = frozenset()
-        self._running: list[str] = []
+        self.running: list[str] = []
         self._since: Any = None
         self._cuda = False
         self._in_layers = False
         self._forget()
 
     def configure(self) -> None:
-        """Do as the environment says from now on; called when a model becomes private.
+        """Read the environment variables again; called when a model becomes private.
 
         Raises:
             ValueError: A variable is neither ``0`` nor ``1``; nothing has changed then.
@@ -139,18 +140,18 @@ class StepProfile:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block as ``name``, and make it a profiler range."""
-        if self._running and self._running[-1] == name:
+        if self.running and self.running[-1] == name:
             yield
             return
         self._batches += name == FIRST_BACKWARD
         self._border()
-        self._running.append(name)
+        self.running.append(name)
         try:
             with record_function(f"opacus::{name}"):
                 yield
         finally:
             self._border()
-            self._running.pop()
+            self.running.pop()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -178,7 +179,7 @@ class StepProfile:
 
     @property
     def _phase(self) -> str:
-        return self._running[-1] if self._running else PER_SAMPLE_GRADIENTS
+        return self.running[-1] if self.running else PER_SAMPLE_GRADIENTS
 
     @contextmanager
     def _measured(self, **what: str) -> Iterator[None]:
@@ -190,8 +191,8 @@ class StepProfile:
 
     def _border(self) -> None:
         now = self._mark()
-        if self._running:
-            self._add(Span(self._running[-1], self._since, now))
+        if self.running:
+            self._add(Span(self.running[-1], self._since, now))
         self._since = now
 
     def _add(self, span: Span) -> None:
@@ -205,7 +206,7 @@ class StepProfile:
     def _mark(self) -> Any:
         if not self.on:
             return None
-        if not self._spans and not self._running:
+        if not self._spans and not self.running:
             self._cuda = torch.cuda.is_initialized()
         if not self._cuda:
             return time.perf_counter()
@@ -263,7 +264,7 @@ def part(name: str) -> AbstractContextManager[None]:
 
 
 def layers(names: Iterable[str]) -> AbstractContextManager[None]:
-    """Measure the block as what the layers of these names do."""
+    """Measure the block as work of the layers with these names."""
     if PROFILE.on or profiler_state._is_profiler_enabled:
         return PROFILE.layers(list(names))
     return NOTHING
