@@ -19,6 +19,7 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 # Target where a language model has nothing to predict.
 IGNORE = -100
@@ -116,7 +117,7 @@ def local_folder(model: str) -> Path | None:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"--model {model}: neither a built-in shape ({', '.join(SHAPES)}) nor a folder with "
-            "a config.json"
+            "a config.json (hf download NAME --local-dir FOLDER fetches one)"
         )
     return folder
 
@@ -176,6 +177,7 @@ def build_model(
 
 def _from_folder(folder: Path, auto: type) -> PreTrainedModel:
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    logging.disable_progress_bar()  # a bar for each process and each time a model is read
     try:
         if weights:
             return auto.from_pretrained(folder, local_files_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from launching import is_launched, launch
-from models import SampleCrossEntropy
+from models import SampleCrossEntropy, local_folder
 from options import check_options, check_resumed, newest, parse_arguments, shared_settings
 from problem import Problem, load_problem, new_model, new_optimizer
 from reporting import Reporter, table
@@ -273,10 +273,11 @@ def run(
 ) -> None:
     """Train and report."""
     reporter = Reporter(runtime, args.logdir)
-    parameters = sum(p.numel() for p in private.model.parameters())
+    sizes = [(p.numel(), p.requires_grad) for p in private.model.parameters()]
+    total, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     reporter.say(
-        f"{len(problem.train)} training rows, {len(problem.test)} test rows; {parameters:,} "
-        f"parameters; {runtime.world_size} processes on {runtime.device.type}; "
+        f"{len(problem.train)} training rows, {len(problem.test)} test rows; {total:,} parameters, "
+        f"{trained:,} of them trained; {runtime.world_size} processes on {runtime.device.type}; "
         f"{args.grad_sample_mode}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
     )
     if args.tokenizer == "bpe":
@@ -305,6 +306,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the example with these options."""
     args = parse_arguments(argv)
     if args.processes and not is_launched():
+        with short_errors(SCRIPT):
+            local_folder(args.model)  # the likeliest mistake, told without torchrun's report
         launch(args.processes, sys.argv[1:])
     with short_errors(SCRIPT):
         problem, model = prepare(args)
