@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.gradients import refuse_hooks
 from opacus.core.privacy.key import reproducible_from_environment
-from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment

@@ -86,6 +86,8 @@ def leave_one_out(
 def _nothing_released(optimizer: Any) -> Iterator[None]:
     """Within the block steps only accumulate, and draws are not compared with batches."""
     draws, optimizer._draws = optimizer._draws, None
+    once = getattr(optimizer, "reduce_once", False)
+    optimizer.reduce_once = False  # so that a physical batch's sum is there to be read
     try:
         optimizer.reset_accumulation()
         optimizer.zero_grad()
@@ -93,7 +95,7 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
     finally:
         optimizer.reset_accumulation()
         optimizer.zero_grad()
-        optimizer._draws = draws
+        optimizer._draws, optimizer.reduce_once = draws, once
 
 
 def _ranks(optimizer: Any) -> int:

@@ -51,24 +51,26 @@ class GhostSettings(GradSampleHooks):
         Beyond it nothing is kept of a block but its input and the gradient of its output: it runs
         forward and backward once more for the sum. Of layers outside of blocks, of compiled
         blocks, and with deferred norms, the smaller of per-sample gradients and records is kept.
-        Under FSDP2 it is set on all ranks or on none. ``None`` (the default): most of what is free
-        on a CUDA device, and no limit on the CPU; no block runs again.
+        Under FSDP2 the least number of all ranks counts, from the step after it was set. ``None``
+        (the default): see :attr:`memory_budget`; no limit on the CPU.
         """
-        return self._strategy.held_budget
+        return self._strategy.limits.held
 
     @held_budget.setter
     def held_budget(self, value: int | None) -> None:
-        self._strategy.held_budget = _bytes("held_budget", value)
-        self._strategy.limit_memory(self._module)
+        self._strategy.limits.held = _bytes("held_budget", value)
+        self._limited()
 
     @property
     def memory_budget(self) -> int | None:
         """Bytes of a GPU that the step may use at its peak, in the ``_bk`` modes.
 
         It may be set as a share of the card, such as 0.9. What is held follows from it block by
-        block, as for :attr:`held_budget`; a step without privacy needs what is left.
+        block, as for :attr:`held_budget`; a step without privacy needs what is left. ``None`` (the
+        default): all that the process can get of the card, but a twentieth of it. After running
+        out of memory a block more runs again from the next step on, with a warning.
         """
-        return self._strategy.memory_budget
+        return self._strategy.limits.peak
 
     @memory_budget.setter
     def memory_budget(self, value: float | None) -> None:
@@ -77,7 +79,11 @@ class GhostSettings(GradSampleHooks):
         if value is not None and 0 < value <= 1:
             value = value * torch.cuda.get_device_properties("cuda").total_memory
         whole = None if value is None else int(value)
-        self._strategy.memory_budget = _bytes("memory_budget", whole)
+        self._strategy.limits.peak = _bytes("memory_budget", whole)
+        self._limited()
+
+    def _limited(self) -> None:
+        self._strategy.limits.asked()
         self._strategy.limit_memory(self._module)
 
     @property

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.kept import add_rows
 from opacus.core.record.layers import Layer, layers_of
-from opacus.core.record.record import Record
+from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.tap import trains
 from opacus.core.rules.base import pad_rows
 from opacus.core.rules.generic import GenericRule
 from opacus.core.sums.materialise import Materialise
@@ -152,7 +151,7 @@ class GradSampleHooks(NamedByUser):
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._guards.check(self.hooks_enabled)
-        if self._unfrozen():
+        if self._untapped and self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
@@ -254,11 +253,6 @@ class GradSampleHooks(NamedByUser):
                 loss_reduction=self.loss_reduction,
                 batch_first=self.batch_first,
             )
-
-    @property
-    def latest_batch(self) -> int | None:
-        """Number of samples of the latest forward pass, where its inputs tell."""
-        return self._recorder.passes.latest_batch
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):

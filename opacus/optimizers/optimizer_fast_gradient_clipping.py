@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from opacus.core.privacy.processed import unprocessed, was_processed
+from opacus.core.privacy.gradients import unprocessed, was_processed
 from opacus.core.sums.seen import REPLAY_ADVICE
 from opacus.core.sums.sum_watch import SumWatch
+from opacus.core.sums.unreduced import Unreduced
 from opacus.optimizers.optimizer import DPOptimizer
 from opacus.optimizers.utils import check_norm_count
 
@@ -20,7 +21,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     The criterion of ``make_private`` clips; this optimizer accumulates physical
     batches, adds noise calibrated to the same clipping norm, divides and steps.
     Arguments are those of :class:`DPOptimizer`.
+
+    Attributes:
+        reduce_once: Whether ranks that share a model by FSDP2 (``*_fsdp_bk``) add up the sums of a
+            logical batch's physical batches once, where memory allows; until then they are in
+            neither ``p.grad`` nor ``p.summed_grad``. The same on all ranks.
     """
+
+    reduce_once = True
+    _unreduced: Unreduced | None = None
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -44,6 +53,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         excluded: bool = False,
         samples: int = 0,
         doubt: Tensor | None = None,
+        unreduced: Unreduced | None = None,
     ) -> None:
         """Called by the criterion's ``backward()``: one more clipped batch is in ``p.grad``.
 
@@ -54,6 +64,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             doubt: On the device, whether the sum is not of what was measured: then the step comes
                 to nothing, and the next one is refused.
             excluded: Whether samples with infinite or NaN gradients were left out.
+            unreduced: Where sums wait for the last physical batch.
 
         Raises:
             RuntimeError: Batches of one step have different loss scales.
@@ -61,6 +72,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         if self.clipped_batches and self._loss_scale != loss_scale:
             self._refuse_scale(f"a batch with loss scale {loss_scale} was added to one with")
         self._loss_scale = loss_scale
+        self._unreduced = unreduced
         self.clipped_batches += 1
         self._clipped_samples += samples
         self._note_clipping_norm()
@@ -72,6 +84,15 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                     parameter.grad.fill_(math.nan)
         self._watch.note(parameters)
         self._watch.doubt(doubt)
+
+    def more_follow(self) -> bool:
+        """See :class:`opacus.core.step.private_step.Optimizer`."""
+        return self.reduce_once and self._check_skip_next_step(pop_next=False)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the sum of the latest batch waits unreduced."""
+        return self._unreduced is not None and self._unreduced.fresh
 
     @property
     def accumulated_iterations(self) -> int:
@@ -93,7 +114,13 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         for parameter in parameters:
             parameter.grad = None
         self._accumulate(parameters, fresh, scale)
+        if self._unreduced is not None:
+            self._unreduced.take()
         self._batch_is_taken()
+
+    def _forget_waiting(self, warn: bool = False) -> None:
+        if self._unreduced is not None:
+            self._unreduced.drop(warn)
 
     def _discard(self) -> None:
         parameters = self.params
@@ -153,7 +180,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _check_clipped(self, fresh: Sequence[Tensor | None]) -> None:
         unclipped = self.expects_criterion and self.clipped_batches == 0
-        if unclipped or all(grad is None for grad in fresh):
+        if unclipped or (not self._waits and all(grad is None for grad in fresh)):
             raise RuntimeError(
                 "step() found no clipped gradient: use the criterion that make_private returned "
                 "and call backward() on its loss. The backward() of an ordinary loss clips "
@@ -196,11 +223,14 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         """
         self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
+        if self._waits:
+            self._forget_waiting(warn=True)
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
         self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         self._watch.forget()
+        self._forget_waiting()
         super().reset_accumulation()
         self.original_optimizer.zero_grad()

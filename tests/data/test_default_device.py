@@ -271,7 +271,7 @@ def test_an_ordinary_backward_pass() -> None:
 
 def test_what_is_made_when_opacus_is_imported_lies_on_the_cpu() -> None:
     code = (
-        "import torch; torch.set_default_device('meta'); import opacus.core.record.tap as tap; "
+        "import torch; torch.set_default_device('meta'); import opacus.core.record.record as tap; "
         "print(tap.ANCHOR.device)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

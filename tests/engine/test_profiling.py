@@ -188,7 +188,7 @@ def test_a_failing_phase_does_not_stay_open(monkeypatch: pytest.MonkeyPatch) -> 
     model.disable_hooks()
     with pytest.raises(ZeroDivisionError), PROFILE.phase(NOISE), PROFILE.layers(["a"]):
         raise ZeroDivisionError
-    assert PROFILE._running == [] and not PROFILE._in_layers
+    assert PROFILE.running == [] and not PROFILE._in_layers
 
 
 # --- bad input ---

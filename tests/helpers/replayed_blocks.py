@@ -107,3 +107,9 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, grad in got.items():
         assert oracle.relative_error(grad, want[name]) < 1e-10, name
+
+
+def full(tensor: Any) -> Tensor:
+    """The whole of a sharded tensor."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
@@ -44,31 +44,6 @@ class Kept:
             owner = record.layer.owners[local]
             known = self.formed.get(owner)
             self.formed[owner] = grad if known is None else add_rows(known, grad)
-
-    def form_light(self, record: Record) -> Record:
-        """Form the light parameters' gradients of a record that is kept for the others.
-
-        Their norms and sums are then taken together with those of all layers, in few launches.
-
-        Returns:
-            The record for the others.
-        """
-        rule, spec, layer = record.layer.rule, record.spec, record.layer
-        if not rule.light or not rule.norm_is_local:
-            return record
-        light, rest = layer.parted(rule.light, spec.params)
-        if not light.params or not rest.params:
-            return record
-        grads = rule.per_sample_grad(light, record.activations, record.backprops)
-        for name, grad in grads.items():
-            self.formed[layer.owners[name]] = grad
-        return record.without(rest)
-
-    def hold(self, records: Sequence[Record]) -> None:
-        """Keep records that were delivered."""
-        for record in records:
-            keep(record)
-        self.held += records
 
     def drop(self, layers: AbstractSet[str], owners: AbstractSet[str]) -> dict[str, Tensor]:
         """Keep nothing of these layers any more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
-from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
 from opacus.core.record.blocks import Visit
 from opacus.core.record.record import Record
@@ -136,10 +137,35 @@ class NormLedger:
 
     def hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
-        if self.planner is not None:
-            self.kept.hold(records)
+        if self.planner is None:
+            return
+        for record in records:
+            if record.borrowed:
+                record.hold()
+            record.versions = [t._version for t in record.tensors]
+        self.kept.held += records
 
-    @each_layer
+    def _form_light(self, record: Record) -> Record:
+        """Form the light parameters' gradients of a record that is kept for the others.
+
+        Their norms and sums are then taken together with those of all layers, in few launches.
+
+        Returns:
+            The record for the others.
+        """
+        rule, spec, layer = record.layer.rule, record.spec, record.layer
+        if not rule.light or not rule.norm_is_local:
+            return record
+        light, rest = layer.splits.get(spec.params) or layer.split(spec.params)
+        if not light.params or not rest.params:
+            return record
+        grads = rule.per_sample_grad(light, record.activations, record.backprops)
+        for name, grad in grads.items():
+            self.kept.formed[layer.owners[name]] = grad
+        record = copy(record)
+        record.spec = rest
+        return record
+
     def settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
     ) -> None:
@@ -149,6 +175,15 @@ class NormLedger:
             records: Of different layers.
             compute: How norms of several are computed together; by default one by one.
         """
+        if not PROFILE.running:
+            self._settle(records, compute)
+            return
+        with layers(record.spec.name for record in records):
+            self._settle(records, compute)
+
+    def _settle(
+        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None
+    ) -> None:
         kept = self.kept
         if self.planner is not None:
             if self.planner.limited:
@@ -156,8 +191,8 @@ class NormLedger:
             for record in records:
                 if self.planner.stores(record):
                     kept.form(record)
-            records = [kept.form_light(r) for r in records if r.spec.name not in kept.layers]
-            kept.hold(records)
+            records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
+            self.hold(records)
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
             self._done.add(records[0].spec.name)

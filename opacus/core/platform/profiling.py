@@ -108,12 +108,13 @@ class StepProfile:
 
     Attributes:
         on: Whether a variable is set, so that times are measured.
+        running: Phases that are measured now, or that a profiler sees; one in another.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._variables: frozenset[str] = frozenset()
-        self._running: list[str] = []
+        self.running: list[str] = []
         self._since: Any = None
         self._cuda = False
         self._in_layers = False
@@ -139,18 +140,18 @@ class StepProfile:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block as ``name``, and make it a profiler range."""
-        if self._running and self._running[-1] == name:
+        if self.running and self.running[-1] == name:
             yield
             return
         self._batches += name == FIRST_BACKWARD
         self._border()
-        self._running.append(name)
+        self.running.append(name)
         try:
             with record_function(f"opacus::{name}"):
                 yield
         finally:
             self._border()
-            self._running.pop()
+            self.running.pop()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -178,7 +179,7 @@ class StepProfile:
 
     @property
     def _phase(self) -> str:
-        return self._running[-1] if self._running else PER_SAMPLE_GRADIENTS
+        return self.running[-1] if self.running else PER_SAMPLE_GRADIENTS
 
     @contextmanager
     def _measured(self, **what: str) -> Iterator[None]:
@@ -190,8 +191,8 @@ class StepProfile:
 
     def _border(self) -> None:
         now = self._mark()
-        if self._running:
-            self._add(Span(self._running[-1], self._since, now))
+        if self.running:
+            self._add(Span(self.running[-1], self._since, now))
         self._since = now
 
     def _add(self, span: Span) -> None:
@@ -205,7 +206,7 @@ class StepProfile:
     def _mark(self) -> Any:
         if not self.on:
             return None
-        if not self._spans and not self._running:
+        if not self._spans and not self.running:
             self._cuda = torch.cuda.is_initialized()
         if not self._cuda:
             return time.perf_counter()

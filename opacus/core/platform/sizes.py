@@ -27,6 +27,9 @@ UNIT_ROWS_ELEMENTS = 1 << 24
 
 # Part of the memory that is free when the backward pass starts which may be kept for the sum.
 FREE_MEMORY_SHARE = 0.8
+# Part of the device's memory that stays free where blocks may run again to keep it so: what
+# allocations in pieces cannot use, and what a step needs that was not foreseen.
+FREE_MEMORY_MARGIN = 0.05
 # Part of the device's memory that the stored gradients of a single sample may take.
 STORED_SHARE = 0.5
 # Uses of one layer wait for each other up to so many times the size of their result.

@@ -65,18 +65,28 @@ def managed_names(model: nn.Module) -> set[str] | None:
     return names or (None if any(is_fsdp(m) for m in model.modules()) else set())
 
 
+def gathered_by(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """FSDP2's units, and the names in ``model`` of the parameters that each gathers."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    units: list[nn.Module] = [module for module in model.modules() if is_fsdp(module)]
+    return {unit: {name for name, _, _ in _in_unit(unit, names)} for unit in units}
+
+
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
     names = {id(p): n for n, p in model.named_parameters()}
     for module in model.modules():
-        if not is_fsdp(module):
-            continue
-        unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in _groups(unit):
-            for state in getattr(group, "fsdp_params", ()):
-                name = names.get(id(getattr(state, "sharded_param", None)))
-                if name is not None:
-                    yield name, group, state
+        if is_fsdp(module):
+            yield from _in_unit(module, names)
+
+
+def _in_unit(module: Any, names: dict[int, str]) -> Iterator[tuple[str, Any, Any]]:
+    unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in _groups(unit):
+        for state in getattr(group, "fsdp_params", ()):
+            name = names.get(id(getattr(state, "sharded_param", None)))
+            if name is not None:
+                yield name, group, state
 
 
 def _groups(unit: Any) -> list[Any]:

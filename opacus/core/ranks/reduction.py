@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
+from opacus.core.sums.limits import most_in_use
 from opacus.core.sums.terms import Terms, add_to_grad
+from opacus.core.sums.unreduced import Unreduced
 
 # Buckets whose reduction may run while the next one is filled.
 IN_FLIGHT = 2
@@ -86,9 +89,19 @@ class ShardedSink:
         self._elements = 0
         self._flying: list[_Bucket] = []
         self.reductions = 0  # started so far, the same number on all ranks
+        self.unreduced = Unreduced()
+        self._holding = False  # whether the sums that are put now wait for later ones
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
+        if self._holding:
+            total = terms.value()
+            if total is not None:
+                self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+            return
+        earlier = self.unreduced.pop(name)
+        if earlier is not None:
+            terms.later = [*terms.later, lambda: earlier]
         if self._shards_of(name).elements <= LAST_BUCKET_ELEMENTS:
             self._small[name] = terms  # together, after the others
         else:
@@ -106,7 +119,11 @@ class ShardedSink:
         self._elements += shards.elements
 
     def finish(self) -> None:
-        """Reduce what is left and set every parameter's ``grad``."""
+        """Reduce what is left and set every parameter's ``grad``, unless sums wait for later."""
+        if self._holding:
+            self.unreduced.fresh = True
+            return
+        self.unreduced.drop()  # of parameters that are frozen now
         small, self._small = self._small, {}
         for name, terms in small.items():
             self._take(name, terms)
@@ -115,24 +132,62 @@ class ShardedSink:
         while self._flying:
             self._land(self._flying.pop(0))
 
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+    @property
+    def shared(self) -> bool:
+        """Whether any parameter is sharded over several ranks."""
+        return any(dist.get_world_size(group) > 1 for group in self._groups)
+
+    @functools.cached_property
+    def bytes_needed(self) -> int:
+        """See :class:`~opacus.core.sums.terms.GradientSink`: what is filled and what flies."""
+        largest = max((p.numel() for p in self.parameters.values()), default=0)
+        buckets = max(BUCKET_ELEMENTS, largest) + IN_FLIGHT * BUCKET_ELEMENTS
+        return 4 * min(buckets, sum(p.numel() for p in self.parameters.values()))
+
+    def agree(
+        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
+    ) -> tuple[list[bool], list[int]]:
         """A block is replayed if any rank that has a shard of it wants to: all gather it."""
         result = [wanted for _, wanted in blocks]
-        groups: dict[Any, list[int]] = {}
+        waits = self.unreduced.wanted and self._has_room()
+        least = [int(waits), *numbers]
+        groups: dict[Any, list[int]] = {group: [] for group in self._groups}
         for place, (owners, _) in enumerate(blocks):
-            groups.setdefault(self._shards_of(min(owners)).group, []).append(place)
+            groups[self._shards_of(min(owners)).group].append(place)
         for group, places in groups.items():
             if dist.get_world_size(group) == 1:
                 continue
-            device = compute_device(self.parameters[min(blocks[places[0]][0])])
-            flags = torch.tensor([result[p] for p in places], dtype=torch.int32, device=device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-            for place, flag in zip(places, flags.tolist(), strict=True):
-                result[place] = bool(flag)
-        return result
+            device = self._groups[group]
+            said = [*least, *(-int(result[p]) for p in places)]
+            heard = torch.tensor(said, dtype=torch.int64, device=device)
+            dist.all_reduce(heard, dist.ReduceOp.MIN, group=group)
+            least, flags = _parted(heard.tolist(), len(least))
+            for place, flag in zip(places, flags, strict=True):
+                result[place] = bool(-flag)
+        self._holding = bool(least[0])
+        return result, least[1:]
+
+    def _has_room(self) -> bool:
+        """Whether all sums can lie on this rank as a whole, for as long as batches come."""
+        if self.unreduced:
+            return True
+        trained = [(n, p) for n, p in self.parameters.items() if p.requires_grad]
+        device = compute_device(trained[0][1])
+        if device.type != "cuda":
+            return True
+        needed = sum(p.numel() * self._shards_of(n).dtype.itemsize for n, p in trained)
+        peak = torch.cuda.max_memory_allocated(device)
+        return needed < most_in_use(device) - peak
+
+    @functools.cached_property
+    def _groups(self) -> dict[Any, torch.device]:
+        """The groups that shard parameters, in the same order on all ranks."""
+        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        return {self._shards_of(n).group: compute_device(p) for n, p in trained.items()}
 
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        self.unreduced.drop(warn=True)
         self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
 
     def _launch(self) -> None:
@@ -198,8 +253,14 @@ class ShardedSink:
         return self._shards[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_shards": {}, "_waiting": {}, "_small": {}, "_elements": 0, "_flying": []}
-        return {**self.__dict__, **transient}
+        transient: dict[str, Any] = {
+            "_shards": {},
+            "_waiting": {},
+            "_small": {},
+            "_elements": 0,
+            "_flying": [],
+        }
+        return {**self.__dict__, **transient, "_holding": False}
 
 
 def add_shard(parameter: Any, values: Tensor) -> None:
@@ -248,6 +309,10 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
         size=rows * rest,
         dtype=wide,
     )
+
+
+def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
+    return values[:first], values[first:]
 
 
 def _same_reduction(one: Shards, other: Shards) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,8 @@ from opacus.core.record.passes import Passes
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.rules.spec import layer_kind
 
+# Shapes that are remembered of a block.
+MOST_KNOWN = 100
 _PLAIN = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -35,6 +37,13 @@ class Block:
         self.held = HeldModule(module)
         self.names = frozenset(layer.spec.name for layer in layers)
         self.owners = frozenset(owner for layer in layers for owner in layer.owners.values())
+        self.held_before: dict[Hashable, int] = {}
+
+    def remember(self, visit: Visit) -> None:
+        """So many bytes are held of the block when it is given tensors of these shapes."""
+        if len(self.held_before) >= MOST_KNOWN:
+            self.held_before.clear()
+        self.held_before[visit.shapes] = visit.held
 
     @property
     def module(self) -> nn.Module:
@@ -51,6 +60,8 @@ class Visit:
         held: Bytes that are held of the block's records.
         seen: Bytes of all its records so far.
         chosen: Whether the block is replayed.
+        stays: Whether it is known that it is not.
+        shapes: Of the tensors that it was given.
     """
 
     def __init__(self, block: Block, forward_pass: ForwardPass, args: Any, kwargs: Any) -> None:
@@ -58,10 +69,11 @@ class Visit:
         self.names: set[str] = set()
         self.owners: set[str] = set()
         self.held = self.seen = 0
-        self.chosen = False
+        self.chosen = self.stays = False
         self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
         self.arguments: Any = (args, kwargs) if self.possible else None
         self.gradient: Tensor | None = None
+        self.shapes = tuple(t.shape for t in self._tensors())
         self.versions = self.versions_now()
         self.random = _random_state()
         self.autocast = _autocast(tree_leaves((args, kwargs)))
@@ -161,6 +173,8 @@ class Blocks:
         return visit if own else None
 
     def _before(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a compiled graph runs no Python for a block
+            return
         current = self._recorder.passes.current
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
             return
@@ -171,6 +185,8 @@ class Blocks:
         self._open[id(module)] = self._ran[id(block)] = visit
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         visit = self._open.pop(id(module), None)
         if visit is None or number_of_backward() >= 0:
             return

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.platform.switches import switched_on
-from opacus.core.record.record import Use
-from opacus.core.record.tap import ANCHOR
+from opacus.core.record.record import ANCHOR, Use
 
 VARIABLE = "OPACUS_COMPILED_TAPS"
 

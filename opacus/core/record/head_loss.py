@@ -14,8 +14,7 @@ from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import Use
-from opacus.core.record.tap import ANCHOR, Tap
+from opacus.core.record.record import ANCHOR, Tap, Use
 from opacus.core.rules.head_loss import HeadLossRule, HiddenGradient, as_activations
 from opacus.core.rules.spec import LayerSpec, layer_kind
 from opacus.core.rules.tensor_parallel import TensorParallelRule
@@ -111,7 +110,7 @@ class HeadUse:
                 f"{spec} computes its loss without logits, which takes neither tensor parallelism "
                 "nor batch_first=False: use an ordinary criterion"
             )
-        return replace(layer, rule=self.rule, _parts={})
+        return replace(layer, rule=self.rule)
 
     def tap(self, use: Use, losses: Tensor) -> Tensor:
         """The losses, tapped with all that their gradients are made of."""

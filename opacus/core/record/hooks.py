@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
-from opacus.core.record.layers import Layer
+from opacus.core.record.layers import Layer, is_alias
 from opacus.core.record.passes import Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
 from opacus.core.record.record import ForwardPass, Use
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
+
+# A path to a part of a layer, a name in it, and the parameter whose place a detached one has.
+Swapped = tuple[str, str, nn.Parameter]
 
 
 class Taps(Protocol):
@@ -74,8 +77,11 @@ class LayerHooks:
     def __init__(self, recorder: Taps, layer: Layer) -> None:
         self.recorder = recorder
         self.layer = layer
+        # Of each parameter: the path to the part of the layer that holds it, and its name there.
+        splits = [name.rpartition(".") for name in layer.spec.params]
+        self._places = tuple((path, local) for path, _, local in splits)
         # Parameters of the calls that are running, whose place detached ones have.
-        self._swapped: list[dict[str, nn.Parameter]] = []
+        self._swapped: list[list[Swapped]] = []
         # Parts whose buffers a rule that runs the layer again has to start from.
         self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
@@ -85,7 +91,7 @@ class LayerHooks:
         """Put detached parameters in the places of the trainable ones."""
         if not self.recorder.active(module):
             return
-        self._swapped.append(self.layer.detach_parameters(module))
+        self._swapped.append(self._detach(module))
         if self._stateful:
             self.layer.buffers_before = {
                 f"{path}.{name}" if path else name: buffer.clone()
@@ -94,18 +100,31 @@ class LayerHooks:
                 if buffer is not None
             }
 
+    def _detach(self, module: nn.Module) -> list[Swapped]:
+        """Put detached tensors in the places of the trainable parameters; returns those."""
+        swapped: list[Swapped] = []
+        for path, local in self._places:
+            held = module.get_submodule(path)._parameters if path else module._parameters
+            parameter = held.get(local)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.is_leaf or not is_alias(parameter):
+                swapped.append((path, local, parameter))
+                held[local] = parameter.detach()  # type: ignore[assignment]
+        return swapped
+
     def put_back(self) -> None:
         """The parameters are in their places again, after calls that were interrupted."""
         while self._swapped:
-            self.layer.put_back(self._swapped.pop(), self.layer.module)
+            _put_back(self.layer.module, self._swapped.pop())
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
         if self._swapped:
-            kept = self._swapped.pop()
-            self.layer.put_back(kept, module)
-            if len(kept) == len(self.layer.spec.params) and not self.layer.unheld:
+            swapped = self._swapped.pop()
+            _put_back(module, swapped)
+            if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
             self.recorder.note_rows(self.layer, output)
@@ -163,6 +182,12 @@ class LayerHooks:
         self.__dict__.update(state)
         self.key = compiled_tap.key_of(self)  # of the copy, not of what it was copied from
         self.mark = compiled_tap.new_mark()
+
+
+def _put_back(module: nn.Module, swapped: list[Swapped]) -> None:
+    for path, local, parameter in swapped:
+        held = module.get_submodule(path) if path else module
+        held._parameters[local] = parameter
 
 
 def _is_plain(args: Any, kwargs: Any, output: Any) -> bool:

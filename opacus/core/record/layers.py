@@ -14,6 +14,9 @@ from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 
+# Specs of two parts of a layer's parameters.
+Split = tuple[LayerSpec, LayerSpec]
+
 
 @dataclass(eq=False)
 class Layer:
@@ -43,7 +46,9 @@ class Layer:
     unheld: frozenset[str] = frozenset()
     # Those that its latest run has started from, by name, if they are small (power iterations).
     buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
-    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict)
+    # What `split` has answered.
+    splits: dict[tuple[str, ...], Split] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict, init=False)
 
     @property
     def module(self) -> nn.Module:
@@ -53,7 +58,7 @@ class Layer:
     def by_unit(self, spec: LayerSpec) -> tuple[Layer, LayerSpec]:
         """The layer, and ``spec``, of records that hold the gradients of units themselves."""
         spec = given(spec)
-        return replace(self, spec=spec, rule=UNIT_GRADIENTS, _parts={}), spec
+        return replace(self, spec=spec, rule=UNIT_GRADIENTS), spec
 
     def place(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where a parameter is: the dict that holds it, and its key there."""
@@ -70,30 +75,12 @@ class Layer:
         places = [place_in(module, name) for name in names]
         return [parameters.get(local) for parameters, local in places]
 
-    def detach_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Put detached tensors in the places of the trainable parameters; returns those."""
-        kept: dict[str, nn.Parameter] = {}
-        for name in self.spec.params:
-            parameters, local = place_in(module, name)
-            parameter = parameters.get(local)
-            if parameter is not None and parameter.requires_grad and not is_alias(parameter):
-                kept[name] = parameter
-        for name, parameter in kept.items():
-            parameters, local = place_in(module, name)
-            parameters[local] = parameter.detach()  # type: ignore[assignment]
-        return kept
-
-    def put_back(self, kept: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-        """Undo :meth:`detach_parameters`."""
-        for name, parameter in kept.items():
-            parameters, local = place_in(module, name)
-            parameters[local] = parameter
-
-    def parted(self, names: tuple[str, ...], params: tuple[str, ...]) -> tuple[LayerSpec, ...]:
-        """The specs of those of ``params`` that are among ``names``, and of the others."""
-        own = tuple([name for name in params if name in names])
-        rest = tuple([name for name in params if name not in names])
-        return self.part(own), self.part(rest)
+    def split(self, params: tuple[str, ...]) -> Split:
+        """The specs of those of ``params`` that are light for the rule, and of the others."""
+        light = tuple([name for name in params if name in self.rule.light])
+        rest = tuple([name for name in params if name not in self.rule.light])
+        self.splits[params] = self.part(light), self.part(rest)
+        return self.splits[params]
 
     def part(self, params: tuple[str, ...]) -> LayerSpec:
         """The spec restricted to some of its parameters."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from opacus.core.platform.torch_internals import accumulator_of, direct_apply, will_run
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.rules.generic import Call
@@ -198,6 +198,60 @@ class Use:
 _PLACE = object()
 
 
+# Gives a tap a place in the graph where neither input nor output requires gradients.
+ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+_ANCHORED = accumulator_of(ANCHOR)
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a layer's outputs; see Note [How a layer is tapped]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, use: Use, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.num_inputs = len(tensors) - num_outputs
+        ctx.save_for_backward(*tensors[num_outputs:])
+        return tuple(t.detach() for t in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.sink.deliver(ctx.use, ctx.saved_tensors, grads)
+        return (None, None, None, *grads, *([None] * ctx.num_inputs))
+
+
+class _TapOne(torch.autograd.Function):
+    """:class:`Tap` for one input and one output, which takes less time."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, use: Use, output: Tensor, x: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(x)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.use.sink.deliver(ctx.use, ctx.saved_tensors, grads)
+        return None, None, grads[0], None
+
+
+tap_one = direct_apply(_TapOne)
+
+
+def trains() -> bool:
+    """Whether the backward pass that runs now is one that forms parameters' gradients.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for the gradients of others.
+    """
+    return will_run(_ANCHORED)
+
+
+def differentiable(value: Any) -> bool:
+    """Whether this is a tensor that may have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 @dataclass(eq=False)
 class Record:
     """What the backward pass revealed about one use of a layer.
@@ -258,12 +312,6 @@ class Record:
     def elements(self) -> int:
         """Number of elements of activations and backprops."""
         return sum(t.numel() for t in self.tensors)
-
-    def without(self, spec: LayerSpec) -> Record:
-        """The same record for fewer parameters of the layer."""
-        other = copy.copy(self)
-        other.spec = spec
-        return other
 
     def hold(self) -> None:
         """The record is used after its delivery: copy what is borrowed."""

@@ -1,7 +1,7 @@
 """What happens at each use of a layer: the tap on its output, and the record of its backward.
 
 Note [How a layer is tapped]
-    A forward hook sends the layer's output through :class:`~opacus.core.record.tap.Tap`, an
+    A forward hook sends the layer's output through :class:`~opacus.core.record.record.Tap`, an
     identity whose backward receives the gradient with respect to that output. The layer's
     inputs are kept as the tap's *saved tensors*, so that activation checkpointing
     and offloading treat them like any other saved tensor, an in-place change of
@@ -26,10 +26,19 @@ from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import Passes
 from opacus.core.record.reached import Reached
-from opacus.core.record.record import ForwardPass, Record, Use, record_of, rows_of
+from opacus.core.record.record import (
+    ANCHOR,
+    ForwardPass,
+    Record,
+    Tap,
+    Use,
+    differentiable,
+    record_of,
+    rows_of,
+    tap_one,
+)
 from opacus.core.record.regroup import record_by_unit
-from opacus.core.record.tap import ANCHOR, Tap, differentiable, tap_one
-from opacus.core.record.whole import LoneSample, only_whole
+from opacus.core.record.whole import LoneSample
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -98,12 +107,8 @@ class Taps:
         if self.lone is None or self.in_backward or self.passes.current is not None:
             return True
         # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
-        return number_of_backward() < 0 or not self.only_lone_samples_wait()
-
-    def only_lone_samples_wait(self) -> bool:
-        """Whether all forward passes that wait for their backward run without taps."""
-        alive = self.lone is not None and bool(self.lone.alive)
-        return alive and only_whole(self.passes.generation.waiting)
+        waiting = self.passes.generation.waiting
+        return number_of_backward() < 0 or not self.lone.waits_alone(waiting)
 
     def tap(
         self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
-from opacus.core.record.record import Use
-from opacus.core.record.tap import differentiable
+from opacus.core.record.record import Use, differentiable
 from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit

@@ -46,6 +46,8 @@ class LayerRule:
     # Parameters whose per-sample gradients are small beside activations and backprops: formed
     # once where the layer's record is kept for the sum of the others.
     light: tuple[str, ...] = ()
+    # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
+    bilinear: tuple[str, ...] = ()
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.

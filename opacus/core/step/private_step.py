@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from opacus.core.privacy.clipping import Factors
+from opacus.core.sums.unreduced import Unreduced
 
 
 class Model(Protocol):
@@ -41,6 +42,10 @@ class Model(Protocol):
     @property
     def doubt(self) -> Tensor | None:
         """On a GPU: whether the latest sum is not of what was measured."""
+
+    @property
+    def unreduced(self) -> Unreduced | None:
+        """Clipped sums that wait for the last physical batch, if they can."""
 
     def start_sum(self) -> None:
         """No sample is in the parameters' gradients yet."""
@@ -69,10 +74,18 @@ class Optimizer(Protocol):
     def check_unchanged(self) -> None:
         """Refuse gradients that are not the clipped sums which were left."""
 
+    def more_follow(self) -> bool:
+        """Whether the batch is a physical one that others follow, and whose sum may wait."""
+
     def note_clipped_batch(
-        self, loss_scale: float | None, excluded: bool, samples: int, doubt: Tensor | None
+        self,
+        loss_scale: float | None,
+        excluded: bool,
+        samples: int,
+        doubt: Tensor | None,
+        unreduced: Unreduced | None,
     ) -> None:
-        """One more clipped batch is in the parameters' gradients."""
+        """One more clipped batch is in the parameters' gradients, or waits unreduced."""
 
     def check_world(self) -> None:
         """Refuse one process's optimizer where several ranks train."""
@@ -145,9 +158,12 @@ def clip_batch(
     model.norm_pass(losses, retain_graph, loss_scale)
     norms_are_known(model.per_sample_gradient_norms)
     clipped = model.clip()
+    unreduced = model.unreduced
+    if unreduced is not None:
+        unreduced.wanted = loss_scale is None and optimizer.more_follow()
     model.sum_pass(losses, clipped, retain_graph)
     excluded = loss_scale is not None and bool(clipped.excluded.any())
-    optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt)
+    optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt, unreduced)
     return clipped
 
 

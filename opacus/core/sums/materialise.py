@@ -16,10 +16,8 @@ from opacus.core.norms.ledger import check_sizes
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import WAITING_SHARE
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
-from opacus.core.privacy.parameter_hooks import refuse_hooks
-from opacus.core.privacy.processed import is_processed
-from opacus.core.record.record import Generation, Record
-from opacus.core.record.tap import trains
+from opacus.core.privacy.gradients import is_processed, refuse_hooks
+from opacus.core.record.record import Generation, Record, trains
 from opacus.core.rules.base import pad_rows
 
 

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.blocks import Blocks, replayable
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
-from opacus.core.sums.planner import Planner, free_memory
+from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, Terms
+from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 
 
@@ -51,15 +52,38 @@ class OnePass(Ghost):
         super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
         self.planner: Planner = Planner()
         self.sink = sink
+        self.unreduced = sink.unreduced
+        self._shared = False  # whether ranks run the same blocks
         self._again: Callable[[Record], None] | None = None
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
-        budget, peak = self.held_budget, self.memory_budget
-        if budget is None and peak is None:
-            budget = free_memory(losses.device)
-        self.planner.start(budget, peak)
-        super().norm_pass(losses, retain_graph)
+        limits = self.limits
+        self.planner.start(
+            *limits.now(losses.device),
+            in_sum=self.sink.bytes_needed,
+            spare=limits.spare,
+            again=limits.again,
+        )
+        with self._running_out():
+            super().norm_pass(losses, retain_graph)
+        self.planner.settled()
+
+    @contextmanager
+    def _running_out(self) -> Iterator[None]:
+        """After an error nothing is held for a replay; of memory, less is held the next time."""
+        planner = self.planner
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self.limits.ran_out(planner.held_bytes, planner.largest_block)
+                lone = self.recorder.lone
+                if lone is not None and lone.alive:
+                    lone.rule_out("memory has run out")  # with taps less can be held
+            if planner.blocks is not None:
+                planner.blocks.start()
+            raise
 
     def abandon(self) -> None:
         """See :meth:`Ghost.abandon`."""
@@ -69,12 +93,12 @@ class OnePass(Ghost):
     @timed(WEIGHTED_SUM)
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Weight and add what was kept; runs no backward pass."""
-        with torch.no_grad():
+        with self._running_out(), torch.no_grad():
             self._sum(clipped)
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
-        if self.ledger.kept.whole:
+        if self.ledger.kept.whole and isinstance(self.sink, LocalSink):
             self._sum_whole(clipped)
             return
         ledger, self.ledger = self.ledger, None
@@ -92,14 +116,18 @@ class OnePass(Ghost):
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 
     def _replay(self, weighting: Weighting) -> Replay | None:
-        """The blocks that run again; ``None`` if none may."""
+        """The blocks that run again on any rank; ``None`` if none may."""
         blocks = self.planner.blocks
+        found, visits = ([], []) if blocks is None else (blocks.found, blocks.chosen)
+        wanted = {id(visit.block) for visit in visits}
+        own = [(b.owners, id(b) in wanted) for b in found]
+        agreed, least = self.sink.agree(own, self.limits.numbers)
+        if self._shared:
+            self.limits.agreed(least)
         if blocks is None:
             return None
-        visits, blocks.chosen = blocks.chosen, []
-        wanted = {id(visit.block) for visit in visits}
-        agreed = self.sink.agree([(b.owners, id(b) in wanted) for b in blocks.found])
-        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
+        blocks.chosen = []
+        some = [block for block, yes in zip(found, agreed, strict=True) if yes]
         return Replay(some, visits, weighting, self.planner.seen, self._recording)
 
     @contextmanager
@@ -119,12 +147,16 @@ class OnePass(Ghost):
             self._again(record)
 
     def limit_memory(self, model: nn.Module) -> None:
-        """A budget has been set or taken away: blocks may have to run again, or not any more."""
+        """See :meth:`Ghost.limit_memory`."""
         blocks, self.planner.blocks = self.planner.blocks, None
         if blocks is not None:
             blocks.remove()
-        limited = self.held_budget is not None or self.memory_budget is not None
+        recorder, limits = self.recorder, self.limits
+        devices = {compute_device(p).type for _, p in self.parameters}
+        limits.default_peak = not self.deferred and "cuda" in devices
+        # Ranks run the same collectives, whichever of them has a limit.
+        self._shared = self.sink.shared
+        limited = limits.default_peak or limits.limited or self._shared
         if limited and not self.deferred:
-            recorder = self.recorder
             self.planner.blocks = Blocks(recorder, replayable(model, recorder.layers))
             recorder.handles += self.planner.blocks.handles

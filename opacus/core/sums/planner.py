@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from opacus.core.platform.sizes import FREE_MEMORY_SHARE
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
+from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import rates_of
 from opacus.core.sums.seen import Seen
 
@@ -72,23 +71,37 @@ class Planner:
         self.blocks: Blocks | None = None  # that can be run again
         self.seen = Seen(all_tensors=True)
         self.peak_bytes: int | None = None
+        self._most = budget_bytes
+        self.largest_block = 0  # bytes that are held of the block with the most
+        self._base: int | None = None  # bytes in use beside what is held, when nothing runs
+        self._in_sum = self._spare = self._forced = 0
         self._looked: Visit | None = None
         self._transient = 0  # bytes of the records of a block
         self._known: dict[Hashable, Choice] = {}
 
-    def start(self, budget_bytes: int | None, peak_bytes: int | None = None) -> None:
+    def start(
+        self,
+        budget_bytes: int | None,
+        peak_bytes: int | None = None,
+        *,
+        in_sum: int = 0,
+        spare: int = 0,
+        again: int = 0,
+    ) -> None:
         """Begin a new backward pass.
 
         Args:
             budget_bytes: Memory that may be held; ``None``: no limit.
             peak_bytes: Memory of the device that may be in use at any time of the step.
+            in_sum: Memory that forming the sum needs beside what is held.
+            spare: Bytes of either limit that are not used.
+            again: How many blocks run again in any case, where there is a limit.
         """
+        self._in_sum, self._spare, self._forced = in_sum, spare, again
         self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
-        if peak_bytes is not None:
-            free = max(0, peak_bytes - torch.cuda.memory_allocated())
-            budget_bytes = free if budget_bytes is None else min(free, budget_bytes)
-        self.budget_bytes = budget_bytes
-        self.held_bytes = 0
+        self.held_bytes = self.largest_block = 0
+        self._most = budget_bytes
+        self.budget_bytes = self._limit(0)
         self.choices = {}
         self.seen = Seen(all_tensors=True)
         if self.blocks is not None:
@@ -110,12 +123,12 @@ class Planner:
             return None
         assert self.blocks is not None
         self._look(visit)
+        if visit.stays:
+            return None
         choice = self._choice(record)
         self.seen.measured(record)
         if not visit.chosen:
-            # The blocks to come may all have to be replayed.
-            later = self.blocks.waiting * visit.bytes
-            if self.held_bytes + later + min(choice.bytes.values()) <= self.budget_bytes:
+            if self._has_room(visit, min(choice.bytes.values())):
                 return None
             visit.chosen = True
             self.blocks.chosen.append(visit)
@@ -125,15 +138,48 @@ class Planner:
         self.choices[choice.layer] = replace(choice, what="replay")
         return visit
 
+    def _has_room(self, visit: Visit, more: int) -> bool:
+        """Whether so many bytes may be held; the blocks to come may all have to be replayed."""
+        assert self.blocks is not None and self.budget_bytes is not None
+        later = self.blocks.waiting * visit.bytes
+        if len(self.blocks.chosen) < self._forced:
+            return False
+        return self.held_bytes + later + more <= self.budget_bytes
+
     def _look(self, visit: Visit) -> None:
         """In a new block: what may be held follows from the memory that is in use now."""
         before, self._looked = self._looked, visit
-        if self.peak_bytes is None or visit is before:
+        if visit is before:
             return
-        # What a block needs while its backward runs: as the one before it, or a rough guess.
-        self._transient = max(self._transient, 12 * visit.bytes if before is None else before.seen)
-        free = self.peak_bytes - torch.cuda.memory_allocated() - self._transient
-        self.budget_bytes = self.held_bytes + max(0, free)
+        if self.peak_bytes is not None:
+            # What a block needs while its backward runs: as the one before it, or a rough guess.
+            needs = 12 * visit.bytes if before is None else before.seen
+            self._transient = max(self._transient, needs)
+            self.budget_bytes = self._limit(self._transient)
+        # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
+        known = visit.block.held_before.get(visit.shapes)
+        visit.stays = known is not None and self._has_room(visit, known)
+        self._remember(before)
+
+    def _remember(self, visit: Visit | None) -> None:
+        if visit is not None and not visit.chosen:
+            visit.block.remember(visit)
+
+    def settled(self) -> None:
+        """The backward pass is over: what is in use beside what is held is there in each step."""
+        self._remember(self._looked)
+        if self.peak_bytes is not None:
+            self._base = max(0, in_use() - self.held_bytes)
+
+    def _limit(self, transient: int) -> int | None:
+        """Bytes that may be held, with so many more in use for a while."""
+        if self.peak_bytes is None:
+            return None if self._most is None else max(0, self._most - self._spare)
+        room = self.peak_bytes - self._spare - transient
+        most = self.held_bytes + max(0, room - in_use())
+        if self._base is not None:
+            most = min(most, max(0, room - self._base - self._in_sum))
+        return most if self._most is None else min(most, max(0, self._most - self._spare))
 
     def visited(self, record: Record) -> None:
         """The norm of ``record`` is known; its layer is among those that a replay would run."""
@@ -156,6 +202,7 @@ class Planner:
         visit = None if self.blocks is None else self.blocks.of(record)
         if visit is not None:
             visit.held += choice.bytes[what]
+            self.largest_block = max(self.largest_block, visit.held)
         self.choices[choice.layer] = choice if what == choice.what else replace(choice, what=what)
         return what == "store"
 
@@ -211,15 +258,3 @@ def _compare(record: Record, tensors: list[Tensor]) -> Choice:
         milliseconds={k: v * 1e3 for k, v in seconds.items()},
         bytes={"store": stored, "keep": held},
     )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Memory of a CUDA device that may be held during the backward pass, else ``None``."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats_as_nested_dict(device)  # once: it is slow
-    if stats:
-        reserved, allocated = (stats[f"{k}_bytes"]["all"] for k in ("reserved", "allocated"))
-        free += reserved["current"] - allocated["current"]
-    return int(free * FREE_MEMORY_SHARE)

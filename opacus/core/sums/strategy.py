@@ -19,13 +19,14 @@ from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_e
 from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.privacy.clipping import Factors
-from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
-from opacus.core.privacy.processed import was_processed
+from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
+from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting
 
 
@@ -61,6 +62,8 @@ class Ghost:
 
     # Whether the graph is needed again after the norm pass.
     retains_graph: ClassVar[bool] = True
+    # Sums that wait for later batches, where they can.
+    unreduced: Unreduced | None = None
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 
@@ -79,8 +82,7 @@ class Ghost:
         self.deferred = deferred
         self.budget_bytes = budget_bytes
         self.planner: Planner | None = None
-        self.held_budget: int | None = None
-        self.memory_budget: int | None = None
+        self.limits = Limits()
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
         # Forward passes in the running norm pass, and those in the clipped sum already.
@@ -91,12 +93,12 @@ class Ghost:
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
-        self.budget_bytes, self.held_budget = other.budget_bytes, other.held_budget
-        self.memory_budget = other.memory_budget
+        self.budget_bytes = other.budget_bytes
+        self.limits.go_on_from(other.limits)
         self._summed = other._summed
 
     def limit_memory(self, model: nn.Module) -> None:
-        """A budget of what is kept for the sum has been set; only one pass keeps anything."""
+        """Blocks may have to run again, or not any more; only one pass keeps anything."""
 
     def watch_ordinary(
         self,
@@ -149,6 +151,9 @@ class Ghost:
                 samples are in the clipped sum already.
         """
         refuse_hooks(self.parameters)
+        for _, parameter in self.parameters:
+            if parameter.grad is not None and was_processed(parameter.grad):
+                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         self._passes.clear()
         budget = self.budget_bytes
         if budget is None and self.deferred:  # else nothing waits that could be computed early
@@ -159,9 +164,6 @@ class Ghost:
             budget_bytes=budget,
             planner=self.planner,
         )
-        for _, parameter in self.parameters:
-            if parameter.grad is not None and was_processed(parameter.grad):
-                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         before = {name: _state_of_grad(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)

@@ -13,6 +13,7 @@ from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_eac
 from opacus.core.norms.kept import check_unchanged
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
+from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting
 
 
@@ -25,8 +26,28 @@ class GradientSink(Protocol):
     def finish(self) -> None:
         """All parameters have been put: set their ``grad``."""
 
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
-        """Which blocks are replayed: parameters of each, and whether this process wants to."""
+    unreduced: Unreduced | None  # sums that wait for later ones
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes share the sums."""
+
+    @property
+    def bytes_needed(self) -> int:
+        """Memory that is in use for a while as sums are formed."""
+
+    def agree(
+        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
+    ) -> tuple[list[bool], list[int]]:
+        """What all processes that share the sums do alike.
+
+        Args:
+            blocks: Parameters of each, and whether this process wants to replay it.
+            numbers: Any.
+
+        Returns:
+            Which blocks are replayed, and the least of each number.
+        """
 
     def abandon(self) -> None:
         """Drop what has been put since the latest :meth:`finish`, after an error."""
@@ -102,7 +123,8 @@ class KeptSums:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
-            check_unchanged(record)
+            if record.versions != [t._version for t in record.tensors]:
+                check_unchanged(record)
             self._grads[id(record)] = self.weighting.sums(record)
         grads = self._grads[id(record)]
         first, *rest = [grads.pop(name) for name in names]
@@ -114,10 +136,14 @@ class KeptSums:
 class LocalSink:
     """Adds each sum to the parameter's ``grad`` on this process."""
 
+    unreduced = None
+
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
         self._waiting: list[tuple[str, Terms]] = []
         self._elements = 0
+        sizes = [p.numel() for p in parameters.values()]
+        self._largest, self._all = max(sizes, default=0), sum(sizes)
 
     def put(self, name: str, terms: Terms) -> None:
         if terms.stored is not None and not terms.later:
@@ -145,9 +171,21 @@ class LocalSink:
         for (name, _), total in zip(waiting, sums, strict=True):
             add_to_grad(self.parameters[name], total)
 
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+    @property
+    def shared(self) -> bool:
+        """See :class:`GradientSink`."""
+        return False
+
+    @property
+    def bytes_needed(self) -> int:
+        """See :class:`GradientSink`: a parameter in fp32, or those that are formed together."""
+        return 4 * max(self._largest, min(self._all, BUCKET_ELEMENTS))
+
+    def agree(
+        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
+    ) -> tuple[list[bool], list[int]]:
         """See :class:`GradientSink`: what this process wants."""
-        return [wanted for _, wanted in blocks]
+        return [wanted for _, wanted in blocks], list(numbers)
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""

@@ -296,6 +296,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self._place()
+        self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
         self.create_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.norms.ledger import NormLedger
+from opacus.core.sums.planner import Planner
+from opacus.core.sums.terms import KeptSums
 from tests.helpers.replayed_blocks import (
     B,
     Block,
@@ -85,6 +90,54 @@ def test_empty_batches_and_clipping_by_layer() -> None:
     close(sums[1], sums[0])
     x, y = batch()
     assert all(bool((g == 0).all()) for g in step(made, (x[:0], y[:0])).values())
+
+
+@pytest.mark.parametrize("place", ["norms", "sum"])
+def test_after_running_out_of_memory_a_block_more_runs_again(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    clip, want = expected(model)
+    made = private(model, clip)
+    made[0].held_budget = 1 << 30
+    close(step(made), want)
+    owner, name = (NormLedger, "_measure") if place == "norms" else (KeptSums, "_weighted")
+    original, calls = getattr(owner, name), []
+
+    def fails(self: Any, *given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 7:
+            raise torch.OutOfMemoryError("planted")
+        return original(self, *given)
+
+    counts, counted = [], len(made[1]._counters[0].accountant.history)
+    # Few records are kept, and their norms computed, where gradients are stored.
+    monkeypatch.setattr(Planner, "_choice", lambda self, record: keeping(self, record))
+    for _ in range(2):
+        calls.clear()
+        with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+            patched.setattr(owner, name, fails)
+            step(made)
+        assert all(p.grad is None for p in model.parameters())
+        assert made[0]._strategy.planner.blocks.chosen == []
+        with pytest.raises(RuntimeError, match="no clipped gradient"):
+            made[1].step()
+        close(step(made), want)
+        counts.append(sum(way == "replay" for way in ways(made[0]).values()) // 3)
+    assert 1 <= counts[0] < counts[1]
+    assert sum("a block more runs again" in r.message for r in caplog.records) == 2
+    history = made[1]._counters[0].accountant.history
+    assert sum(steps for *_, steps in history) == counted + 2  # nothing failed was released
+    made[0].held_budget = None
+    close(step(made), want)
+    assert "replay" not in ways(made[0]).values()
+
+
+_CHOICE = Planner._choice
+
+
+def keeping(planner: Planner, record: Any) -> Any:
+    return replace(_CHOICE(planner, record), what="keep")
 
 
 class Counting(Block):

@@ -1,4 +1,7 @@
-"""Hooks of private parameters: those of users are refused, ours look for foreign gradients."""
+"""The ``grad`` of private parameters: what was used in a step, and what came from elsewhere.
+
+Hooks of users on parameters are refused; ours look for foreign gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,28 @@ from opacus.core.platform.torch_internals import (
     at_end_of_backward,
     number_of_backward,
 )
+
+
+def mark_processed(*tensors: Tensor) -> None:
+    """Mark tensors as used; the mark of one ends when it is modified in place."""
+    for tensor in tensors:
+        tensor._processed = True  # type: ignore[attr-defined]
+        tensor._processed_version = tensor._version  # type: ignore[attr-defined]
+
+
+def is_processed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was used in a step and has not been modified since."""
+    return getattr(tensor, "_processed_version", None) == tensor._version
+
+
+def unprocessed(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The tensors, with ``None`` in place of those that :func:`is_processed`."""
+    return [None if tensor is None or is_processed(tensor) else tensor for tensor in tensors]
+
+
+def was_processed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was used in a step, whatever has been done to it since."""
+    return getattr(tensor, "_processed", False)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

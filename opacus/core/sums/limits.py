@@ -1,0 +1,124 @@
+"""How much a step may hold: what the user says, else what is left of the card.
+
+Note [One number for all ranks]
+    Ranks that share blocks decide from the least of their numbers. A rank learns those of the
+    others where blocks are agreed on, at the end of a step, so they count from the next step on;
+    its own counts at once. Until then ranks may want different blocks to run again, which is exact
+    too: all of them gather a block that any of them runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from opacus.core.platform.sizes import FREE_MEMORY_MARGIN, FREE_MEMORY_SHARE
+
+logger = logging.getLogger(__name__)
+
+# Stands for "no limit" where ranks compare numbers.
+_NONE = 1 << 62
+
+
+class Limits:
+    """The limits of the coming step.
+
+    Attributes:
+        held: Bytes that may be held for the sum, as the user says.
+        peak: Bytes of a GPU that may be in use, as the user says.
+        default_peak: Whether the card is the limit where the user says nothing.
+        again: Blocks that run again in any case, as memory has run out so often.
+        spare: Bytes that are not held for the same reason.
+    """
+
+    def __init__(self) -> None:
+        self.held: int | None = None
+        self.peak: int | None = None
+        self.default_peak = False
+        self.again = self.spare = 0
+        self._others: tuple[int, int] = (_NONE, _NONE)
+
+    def go_on_from(self, other: Limits) -> None:
+        """Have the limits of another one."""
+        self.held, self.peak = other.held, other.peak
+        self.again, self.spare = other.again, other.spare
+
+    def asked(self) -> None:
+        """The user has set a limit: what was learnt from running out of memory is past."""
+        self.again = self.spare = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit other than the card."""
+        return not (self.held is self.peak is None)
+
+    def now(self, device: torch.device) -> tuple[int | None, int | None]:
+        """Bytes that may be held, and bytes of the device that may be in use; ``None``: any."""
+        own, card = self.numbers
+        held, peak = min(own, self._others[0]), min(card, self._others[1])
+        if peak == _NONE and device.type == "cuda":
+            if self.default_peak:
+                peak = most_in_use(device)
+            elif held == _NONE:
+                held = free_memory(device)
+        return _number(held), _number(peak)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What this process allows, to be compared with what the others do."""
+        return tuple(_NONE if n is None else n for n in (self.held, self.peak))
+
+    def agreed(self, least: Sequence[int]) -> None:
+        """The least :attr:`numbers` of all ranks."""
+        self._others = (least[0], least[1])
+
+    def ran_out(self, held: int, block: int) -> None:
+        """Memory has run out: hold a block less from the next step on, with a warning.
+
+        Args:
+            held: Bytes that were held.
+            block: Bytes of them that the largest block had; 0 if no block can run again.
+        """
+        if not held:
+            return  # what takes the memory is not ours
+        self.again += bool(block)
+        self.spare += block or held // 4
+        logger.warning(
+            "Out of memory with %.2f GiB held for the clipped sum; nothing of this batch is "
+            "released. From the next step on %s. Set memory_budget to choose it yourself",
+            held / 2**30,
+            "a block more runs again" if block else f"{self.spare / 2**30:.2f} GiB less are held",
+        )
+
+
+def _number(limit: int) -> int | None:
+    return None if limit == _NONE else limit
+
+
+def most_in_use(device: torch.device) -> int:
+    """Bytes of a CUDA device that this process may have in use: all it can get, less a margin."""
+    whole = torch.cuda.get_device_properties(device).total_memory
+    used, free = _used_and_free(device)
+    return used + max(0, free - int(FREE_MEMORY_MARGIN * whole))
+
+
+def free_memory(device: torch.device) -> int:
+    """Memory of a CUDA device that may be held during the backward pass."""
+    return int(_used_and_free(device)[1] * FREE_MEMORY_SHARE)
+
+
+def in_use(device: torch.device | None = None) -> int:
+    """Bytes of a CUDA device that tensors of this process have now."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat ones take much longer
+    return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+
+
+def _used_and_free(device: torch.device) -> tuple[int, int]:
+    free, _ = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # once: it is slow
+    if not stats:
+        return 0, free
+    reserved, allocated = (stats[f"{k}_bytes"]["all"]["current"] for k in ("reserved", "allocated"))
+    return allocated, free + reserved - allocated

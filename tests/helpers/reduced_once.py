@@ -1,0 +1,122 @@
+"""Physical batches of a logical one, whose clipped sums ranks add up once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.helpers import oracle
+from tests.helpers import replayed_blocks as one
+from tests.helpers.distributed import progress
+
+# Rows of each rank in the three physical batches of a logical one.
+PARTS = {2: (((0, 1), (2,), ()), ((3,), (), (4,))), 4: (((0,), (), (1,)), ((2,),), ((), (3,)), ())}
+
+
+def physical(made: Any, rows: Any, more: bool) -> None:
+    model, optimizer, criterion = made[:3]
+    x, y = one.batch()
+    optimizer.signal_skip_step(more)
+    criterion(model(x[list(rows)]), y[list(rows)]).backward()
+
+
+def logical(made: Any, parts: Any) -> dict[str, Tensor]:
+    optimizer = made[1]
+    for place in range(3):
+        physical(made, parts[place] if place < len(parts) else (), place < 2)
+        optimizer.step()
+        found = {n.removeprefix("_module."): p.grad for n, p in made[0].named_parameters()}
+        optimizer.zero_grad(set_to_none=True)
+    return {name: one.full(grad).clone() for name, grad in found.items()}
+
+
+def build(clip: float, noise: float = 0.0, held: int | None = None) -> Any:
+    made = one.private(FSDP2Wrapper(one.build()), clip, "ghost_fsdp_bk")
+    made[1].noise_multiplier = noise
+    made[0].held_budget = held
+    return made
+
+
+def job(rank: int, world: int, clip: float) -> dict[str, Any]:
+    parts, results = PARTS[world][rank], {}
+    for held in (None, 0):
+        progress(held)
+        made = build(clip, held=held)
+        sink = made[0]._strategy.sink
+        logical(made, parts)
+        once = sink.reductions
+        results[f"held {held}"] = logical(made, parts)
+        assert sink.reductions == 2 * once
+        made[1].reduce_once = False
+        results[f"each, held {held}"] = logical(made, parts)
+        results["counts"] = (once, sink.reductions - 2 * once)
+    torch.manual_seed(7)
+    for once in (True, False):
+        made = build(clip, noise=2.0)
+        made[1].reduce_once = once
+        made[1]._layout.key.adopt(b"k" * 32)
+        results[f"noise {once}"] = logical(made, parts)
+    results["dropped"] = dropped(made, parts)
+    return results
+
+
+def dropped(made: Any, parts: Any) -> dict[str, Any]:
+    """A batch is dropped after its backward pass; then the whole logical batch is given up."""
+    optimizer, unreduced = made[1], made[0]._strategy.unreduced
+    optimizer.noise_multiplier, optimizer.reduce_once = 0.0, True
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("opacus.core.sums.unreduced").addHandler(handler)
+    try:
+        physical(made, parts[0] if parts else (), True)
+        assert unreduced and unreduced.fresh and not messages
+        assert all(p.grad is None for p in made[0].parameters())
+        optimizer.zero_grad()
+        assert not unreduced and len(messages) == 1
+        optimizer._step_skip_queue.clear()
+    finally:
+        logging.getLogger("opacus.core.sums.unreduced").removeHandler(handler)
+    with pytest.raises(RuntimeError, match="no clipped gradient"):
+        optimizer.step()
+    after = logical(made, parts)
+    physical(made, parts[0] if parts else (), True)
+    optimizer.step()
+    assert unreduced and not unreduced.fresh
+    optimizer.reset_accumulation()
+    assert not unreduced
+    return {"after": after, "given up": logical(made, parts)}
+
+
+def check(found: list[dict[str, Any]], world: int) -> None:
+    """What every rank of :func:`job` must have found."""
+    want = expected(world)[1]
+    for results in found:
+        for name in ("held None", "held 0", "each, held None", "each, held 0"):
+            one.close(results[name], want)
+        one.close(results["dropped"]["after"], want)
+        one.close(results["dropped"]["given up"], want)
+        once, each = results["counts"]
+        assert once > 0 and each == 3 * once
+        one.close(results["noise True"], results["noise False"])
+        assert any(
+            oracle.relative_error(grad, want[name]) > 0.1
+            for name, grad in results["noise True"].items()
+        )
+
+
+def expected(world: int) -> tuple[float, dict[str, Tensor]]:
+    """A clipping norm that some gradients exceed, and the clipped sum of all rows."""
+    grads = oracle.per_sample_gradients(one.build(), one.loss_of, one.batch())
+    rows = [row for rank in PARTS[world] for part in rank for row in part]
+    assert len(rows) == len(set(rows))
+    chosen = {name: grad[rows] for name, grad in grads.items()}
+    norms = oracle.norms(chosen)
+    clip = float(norms.median()) * 1.001
+    assert (norms > 1.1 * clip).any() and (norms < clip).any()
+    return clip, oracle.clipped_sum(chosen, clip)
