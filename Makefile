@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 RANKS ?= 2
 WORKERS ?= 2
 
-# What pip is doing, a line for each package.
-SHOW := awk '/^ *(Collecting|Downloading|Installing) / { print "  " $$1, $$2, $$3, $$4; fflush() }'
+# What pip is doing: a line for each download, with its size.
+SHOW := awk '/^ *(Downloading|Using cached)/ { sub(/^ */, ""); print "  " $$0; fflush() } \
+	/^Installing collected/ { print "  Unpacking " NF - 3 " packages"; fflush() }'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast check lint format types docs clean

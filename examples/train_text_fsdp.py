@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from launching import is_launched, launch
-from models import SampleCrossEntropy, local_folder
+from models import SampleCrossEntropy
 from options import check_options, check_resumed, newest, parse_arguments, shared_settings
 from problem import Problem, load_problem, new_model, new_optimizer
 from reporting import Reporter, table
@@ -306,8 +306,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the example with these options."""
     args = parse_arguments(argv)
     if args.processes and not is_launched():
-        with short_errors(SCRIPT):
-            local_folder(args.model)  # the likeliest mistake, told without torchrun's report
         launch(args.processes, sys.argv[1:])
     with short_errors(SCRIPT):
         problem, model = prepare(args)
