@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-WAYS = {"ddp": {}, "wrapped": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}}}
+WAYS = {
+    "ddp": {}, "wrapped": {}, "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}},
+    "offloaded": {"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}},
+}  # fmt: skip
 
 
 def become_rank(rank: int, world_size: int) -> None:

@@ -79,7 +79,7 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "wrapped"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "offloaded", "wrapped"])
 def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str) -> None:
     import transformers
 

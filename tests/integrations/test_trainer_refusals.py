@@ -147,7 +147,6 @@ def test_chunks_are_of_nearly_equal_size() -> None:
     ("setting", "words"),
     [
         ({"fsdp_version": 1}, "fsdp_version=1"),
-        ({"cpu_offload": True}, "cpu_offload"),
         ({"activation_checkpointing": True}, "gradient_checkpointing=True"),
         ({"cpu_ram_efficient_loading": True}, "first process alone"),
     ],
