@@ -21,6 +21,16 @@ def become_rank(rank: int, world_size: int) -> None:
     }  # fmt: skip
 
 
+def with_plugin(trainer: Any) -> None:
+    """What accelerate sets on GPUs for FSDP2; on CPUs it leaves its plugin out without a word."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+    state = trainer.accelerator.state
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    state.distributed_type = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
 def whole(model: Any) -> dict[str, torch.Tensor]:
     """Unsharded parameters."""
     full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
