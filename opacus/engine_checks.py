@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.privacy.gradients import refuse_hooks
 from opacus.core.privacy.key import reproducible_from_environment
 from opacus.core.privacy.params import PrivacyParams
@@ -131,6 +132,26 @@ def check_arguments(settings: Settings) -> None:
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
+
+
+def check_scales(settings: Settings, adaptive: bool) -> None:
+    """Check that gradients can be scaled before they are clipped, if the optimizer asks for it.
+
+    Raises:
+        ValueError: They cannot be.
+    """
+    optimizer = settings.optimizer
+    if any(hasattr(part, "gradient_scales") for part in getattr(optimizer, "optimizers", ())):
+        raise ValueError(
+            "an optimizer that scales gradients before they are clipped (ScaledAdamW) must hold "
+            "all parameters: scales are relative to each other"
+        )
+    if hasattr(optimizer, "gradient_scales") and (adaptive or settings.clipping not in FLAT_RULES):
+        raise ValueError(
+            f"{type(optimizer).__name__} scales gradients before they are clipped, which needs one "
+            f"clipping norm that stays: clipping must be one of {sorted(FLAT_RULES)}, got "
+            f"{settings.clipping!r}{' by an adaptive engine' if adaptive else ''}"
+        )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -268,11 +289,6 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
         raise ValueError(
             "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
             f"noise's power of two; got {grid!r}"
-        )
-    if isinstance(settings.module, _OwnDDP | DistributedDataParallel):
-        raise ValueError(
-            "release_grid is not supported with DistributedDataParallel, where the sums of other "
-            "ranks are added after the noise: use FSDP2 or one process"
         )
 
 

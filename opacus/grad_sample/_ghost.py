@@ -142,6 +142,8 @@ class GhostNorms(GhostSettings):
     def get_clipping_coef(self) -> Tensor:
         """``[B]`` clipping factors; 0 where the norm is not finite."""
         norms, privacy = self.get_norm_sample(), self._privacy
+        if privacy.gradient_scales is not None:
+            norms = self._norms.scaled(privacy.gradient_scales())
         return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:

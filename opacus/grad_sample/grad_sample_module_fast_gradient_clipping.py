@@ -180,6 +180,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         if limits is None:
             norms, privacy = self._norms.whole, self._privacy
             assert norms is not None
+            if privacy.gradient_scales is not None:
+                norms = self._norms.scaled(privacy.gradient_scales())
             return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
         of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}

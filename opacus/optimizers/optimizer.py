@@ -135,6 +135,7 @@ class DPOptimizer(
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
         )
+        self._privacy.gradient_scales = getattr(optimizer, "gradient_scales", None)
         self._layout = self._layout_class(generator, secure_mode)
         # Of the model's hooks: checks what is about to be released.
         self.isolation: Isolation | None = None
@@ -195,7 +196,11 @@ class DPOptimizer(
         """Clipping factors of each parameter in ``used``; flat clipping: all the same."""
         if not samples:
             return []
-        norms = torch.stack(self._norms(samples), dim=1).norm(2, dim=1)
+        each = self._norms(samples)
+        if self._clipped_scaled_by is not None:
+            scale_of = dict(zip(map(id, self.params), self._clipped_scaled_by, strict=True))
+            each = [norm * scale_of[id(p)] for norm, p in zip(each, used, strict=True)]
+        norms = torch.stack(each, dim=1).norm(2, dim=1)
         return [clip_flat(norms, self._privacy.sensitivity, self._privacy.clip_rule)] * len(samples)
 
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
@@ -242,9 +247,10 @@ class DPOptimizer(
         return True
 
     def noise_and_count(self) -> None:
-        """Add the noise and count the step; after an error nothing is left to release."""
+        """Add noise to the sum of all ranks, and count; after an error nothing is left."""
         entries = self._counts()
         try:
+            self.reduce()
             self.add_noise()
             self._count_step(entries)
         except BaseException:
@@ -318,7 +324,7 @@ class DPOptimizer(
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
-            self._clipped_with = 0.0
+            self._forget_clipping_norm()
             if self._draws is not None:
                 self._draws.forget()
         self.original_optimizer.zero_grad(set_to_none)
@@ -329,7 +335,7 @@ class DPOptimizer(
             self._draws.forget()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
-        self._clipped_with = 0.0
+        self._forget_clipping_norm()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]
