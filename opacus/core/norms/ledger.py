@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sums_of_squares
+from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import PROFILE, layers
@@ -24,6 +24,10 @@ class Storage(Protocol):
 
     def stores(self, record: Record) -> bool:
         """Whether its per-sample gradients are kept (else the record is)."""
+
+    @property
+    def rounding(self) -> Callable[[str, Tensor], Rounded | None] | None:
+        """Stores a parameter's gradients in fewer bits."""
 
     @property
     def limited(self) -> bool:
@@ -130,8 +134,7 @@ class NormLedger:
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
-        norms = sums_of_squares([formed[owner] for owner in left])
-        for owner, norm_sq in zip(left, norms, strict=True):
+        for owner, norm_sq in self.kept.squares(left).items():
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
@@ -190,7 +193,7 @@ class NormLedger:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
-                    kept.form(record)
+                    kept.form(record, self.planner.rounding, self.planner.limited)
             records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
             self.hold(records)
         elif len(records) == 1 and _is_cheaply_formed(records[0]):

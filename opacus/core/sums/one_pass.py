@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.kernels.sums.float8 import scaled_factors
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
@@ -102,11 +103,13 @@ class OnePass(Ghost):
         weighting = Weighting(clipped)
         sums = KeptSums(ledger.kept.take_held(), weighting)
         replay = self._replay(weighting)
-        formed = ledger.kept.formed
+        formed, fewer = ledger.kept.formed, ledger.kept.rounded
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
-        factors = [clipped.of(name) for name in names]
+        factors, excluded = [clipped.of(name) for name in names], clipped.masked
         for name, own in zip(names, factors, strict=True):
             again = [] if replay is None else replay.terms_of(name)
+            if name in fewer:
+                own = scaled_factors(own, fewer.pop(name).scales, excluded)
             stored, later = formed.pop(name, None), sums.terms_of(name) + again
             self.sink.put(name, Terms(stored, later, own, clipped.masked))
         self.sink.finish()

@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from opacus.core.platform.sizes import ROUNDED_ELEMENTS
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import rates_of
+from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.seen import Seen
 
 # Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
@@ -73,6 +75,7 @@ class Planner:
         self.peak_bytes: int | None = None
         self._most = budget_bytes
         self.largest_block = 0  # bytes that are held of the block with the most
+        self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
         self._looked: Visit | None = None
@@ -106,6 +109,8 @@ class Planner:
         self.seen = Seen(all_tensors=True)
         if self.blocks is not None:
             self.blocks.start()
+        if self.rounding is not None:
+            self.rounding.start()
 
     @property
     def limited(self) -> bool:
@@ -209,12 +214,12 @@ class Planner:
     def _choice(self, record: Record) -> Choice:
         tensors = record.tensors
         spec = record.spec
-        key = (spec.name, spec.params, *[t.shape for t in tensors])
+        key = (spec.name, spec.params, self.rounding is None, *[t.shape for t in tensors])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
-            known = self._known[key] = _compare(record, tensors)
+            known = self._known[key] = _compare(record, tensors, self.rounding is not None)
         return known
 
     def table(self) -> str:
@@ -231,18 +236,19 @@ class Planner:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _compare(record: Record, tensors: list[Tensor]) -> Choice:
+def _compare(record: Record, tensors: list[Tensor], rounds: bool) -> Choice:
     spec, backprops = record.spec, tensors[-1]
     rates = rates_of(backprops.device, backprops.dtype)
     elements = spec.elements
     held = sum(t.numel() * t.element_size() for t in tensors)
     rule, use = record.layer.rule, (record.activations, record.backprops)
-    stored = record.batch * elements * rule.grad_dtype(*use).itemsize
+    formed = record.batch * elements * rule.grad_dtype(*use).itemsize
+    stored = record.batch * elements if rounds and elements >= ROUNDED_ELEMENTS else formed
     cost = rule.norm_cost(spec, *use)
     # Where the norm comes from per-sample gradients anyway, keeping would form them twice.
     products = float(record.batch * elements) if cost is None else cost
     seconds = {
-        "store": STORE_PASSES * stored / rates.bytes,
+        "store": (STORE_PASSES * formed + (stored < formed) * 2 * stored) / rates.bytes,
         "keep": KEEP_PASSES * held / rates.bytes + products / rates.multiply_adds,
     }
     if cost is None and stored <= held:
