@@ -56,7 +56,7 @@ def wanted(
 
 @pytest.mark.parametrize(
     ("mode", "budget", "replays"),
-    [("flash_bk", None, 0), ("ghost_bk", 1 << 30, 0), ("ghost_bk", 16_000, 6), ("ghost_bk", 0, 12)],
+    [("flash_bk", None, 0), ("ghost_bk", 1 << 30, 0), ("ghost_bk", 36_000, 6), ("ghost_bk", 0, 12)],
 )
 def test_the_bound_is_of_what_is_stored(
     mode: str, budget: int | None, replays: int, stored: dict[str, Tensor]
