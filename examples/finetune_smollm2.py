@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=positive(int), default=48, help="expected reviews a step")
     add("--max-physical-batch-size", type=positive(int), default=16)
     add("--max-grad-norm", type=positive(float), default=1.0, help="clipping norm")
-    add("--lr", type=positive(float), default=2e-3, help="with --full try 5e-5")
+    add("--lr", type=positive(float), help="default: 2e-3, with --full 5e-5")
     add("--grad-sample-mode", default="ghost_fsdp_bk")
     add("--model", help="folder of another model in the format of transformers")
     add("--out", default="runs/smollm2", help="folder for the models and results.json")
@@ -89,6 +89,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all settings."""
     args = parse_arguments(argv)
+    args.lr = args.lr or (5e-5 if args.full else 2e-3)
     try:
         if args.model is None:
             gguf_folder()
@@ -210,12 +211,13 @@ def train_openly(setting: Setting, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of the table."""
+    """A line of the table; the seconds are those of training, the processor's of all processes."""
 
     name: str
     epsilon: float | None
     perplexity: float
     seconds: float
+    processor_seconds: float
     samples: tuple[str, ...] = ()
 
 
@@ -224,15 +226,18 @@ def one_run(setting: Setting, name: str, epsilon: float | None, train: bool) -> 
     args, runtime = setting.args, setting.runtime
     torch.manual_seed(args.seed or 0)
     model: Any = FSDP2Wrapper(new_model(setting))
-    start, spent = time.perf_counter(), None
+    start, used, spent = time.perf_counter(), time.process_time(), None
     if epsilon is not None:
         model, spent = train_privately(setting, model, epsilon)
     elif train:
         train_openly(setting, model)
     seconds = time.perf_counter() - start
+    (used,) = runtime.sum(time.process_time() - used)
     score = evaluate(model, setting.test, setting.task, runtime, args.max_physical_batch_size)
-    setting.reporter.say(f"{name}: perplexity {score:.2f}, trained in {seconds:.0f} s")
-    result = Result(name, spent, score, seconds)
+    setting.reporter.say(
+        f"{name}: perplexity {score:.2f}, trained in {seconds:.0f} s ({used:.0f} s of processors)"
+    )
+    result = Result(name, spent, score, seconds, used)
     state = full_state(model)
     if not runtime.is_main:
         return result

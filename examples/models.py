@@ -5,7 +5,9 @@ Shapes: B samples, T tokens, V tokens in the vocabulary, K classes.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -174,11 +176,26 @@ def build_model(
     return built.float().train()
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars of ``transformers``."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _from_folder(folder: Path, auto: type) -> PreTrainedModel:
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     try:
         if weights:
-            return auto.from_pretrained(folder, local_files_only=True)
+            with quiet():
+                return auto.from_pretrained(folder, local_files_only=True)
         return auto.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model {folder}: cannot be read ({error})") from error

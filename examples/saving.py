@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from conversations import Conversation, as_text, encode_turns, prompt_of
-from models import TextClassifier
+from models import TextClassifier, quiet
 from problem import Problem
 from text_data import Text
 from tokenizer import OfModel, Tokenizer
@@ -137,20 +136,6 @@ def plain(model: Any, folder: Path) -> Any:
         return model
     model.save_pretrained(folder / "adapters")
     return model.merge_and_unload()
-
-
-@contextlib.contextmanager
-def quiet() -> Any:
-    """Without the progress bars of ``transformers``."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @torch.no_grad()

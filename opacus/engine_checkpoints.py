@@ -19,7 +19,7 @@ class EngineCheckpoints(EngineAccounting):
     _layouts: list[Single]  # of the optimizers that were made private
 
     def _skip_known_steps(self) -> None:
-        """No optimizer of this engine gets the noise of a step that the accountant knows of."""
+        """Keep optimizers of this engine from drawing the noise of a counted step again."""
         for layout in self._layouts:
             layout.key.at_least({NOISE: len(self.accountant)})
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.gradients import refuse_hooks
 from opacus.core.privacy.key import reproducible_from_environment
-from opacus.core.privacy.parameter_hooks import refuse_hooks
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
@@ -44,7 +44,7 @@ def check_privacy_unit(settings: Settings) -> None:
     """Check ``make_private``'s argument that names the units.
 
     Raises:
-        ValueError: It is no name, or there is nothing that could look at the model's arguments.
+        ValueError: It is not a name, or nothing reads the model's arguments in this mode.
     """
     privacy_unit, grad_sample_mode = settings.privacy_unit, settings.grad_sample_mode
     if privacy_unit is None:
@@ -277,7 +277,7 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     """Refuse predictable noise in secure mode.
 
     Raises:
-        ValueError: Both a generator and secure mode were asked for, or a grid that is none.
+        ValueError: A generator in secure mode, or a grid that is not a power of two.
     """
     if settings.noise_generator is not None and secure_mode:
         raise ValueError(

@@ -66,7 +66,7 @@ def _check_max_batch_size(settings: Settings) -> None:
 
 
 def truncated_poisson(size: int, most: int, ranks: int = 1) -> TruncatedPoisson:
-    """What batches of at most so many items, of all ranks together, are for an item.
+    """The sampling of an item in batches of at most `most` items of all ranks.
 
     Each rank truncates its own batch, drawn from its own items, without the others.
     """
@@ -86,7 +86,7 @@ def check_truncated(most: int | None, data_loader: DataLoader[Any]) -> None:
     """Check that batches of one size are truncated where that is counted.
 
     Raises:
-        ValueError: They would nearly always be, or ranks share samples.
+        ValueError: Nearly all batches would be truncated, or ranks share samples.
     """
     if most is None:
         return
@@ -104,7 +104,7 @@ def check_truncated(most: int | None, data_loader: DataLoader[Any]) -> None:
 
 
 def truncation_room(size: int, rate: float) -> int:
-    """A batch size that Poisson sampling passes by a chance of about 1e-15."""
+    """A batch size that Poisson sampling exceeds with probability about 1e-15."""
     return min(size, math.ceil(size * rate + 8 * math.sqrt(size * rate * (1 - rate))))
 
 
@@ -138,7 +138,7 @@ def check_correlated_noise(plan: CorrelatedNoise | None, data_loader: DataLoader
     """Check that passes over the data are as long as the noise was planned for.
 
     Raises:
-        ValueError: A sample would take part sooner again.
+        ValueError: A sample would take part again too soon.
     """
     if plan is not None and min(plan.separation, plan.steps) > len(data_loader) < plan.steps:
         raise ValueError(

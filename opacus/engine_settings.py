@@ -1,4 +1,4 @@
-"""What ``make_private`` was asked for, as one value."""
+"""The arguments of ``make_private`` as one value."""
 
 from __future__ import annotations
 

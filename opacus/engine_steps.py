@@ -282,7 +282,7 @@ class EngineSteps(EngineCheckpoints):
         )
 
     def _prepare_noise(self, optimizer: DPOptimizer, module: nn.Module) -> None:
-        """Name the parameters; no step that the accountant knows of has its noise again."""
+        """Name the parameters for the noise; no counted step's noise is drawn again."""
         optimizer.name_parameters(module)
         self._layouts.append(optimizer._layout)
         self._skip_known_steps()

@@ -24,10 +24,10 @@ def causal_lm_loss(
 ) -> Tensor:
     """Cross-entropy of each token's prediction of the next one, a part of the vocabulary at a time.
 
-    The loss of an example is the mean over its own tokens that count, so that no other example has
-    a part in it. Exact, forward and backward, per example too: in the private model's training
-    step the head is a layer like others. As a criterion of ``make_private`` it is called with the
-    same arguments; inside of the model's forward its results ``[B]`` are the model's output.
+    The loss of an example is the mean over its own tokens that count, independent of other
+    examples. Exact, forward and backward, per example too: in the private model's training step the
+    head is a layer like others. As a criterion of ``make_private`` it is called with the same
+    arguments; inside of the model's forward its results ``[B]`` are the model's output.
 
     Args:
         hidden: ``[B, T, d]``, what the head would be given.

@@ -29,19 +29,19 @@ class Plan:
     Attributes:
         sample_rate: Probability with which an item is in a batch.
         poisson_sampling: Whether items are drawn by Poisson sampling.
-        sampling: What else there is to say of it, ``None`` for plain.
+        sampling: Further properties of the sampling, ``None`` for plain Poisson sampling.
         max_batch_size: Items that batches have room for; ``None``: any number.
         privacy_unit: Name of the tensor that says whose each row is; ``None``: rows are samples.
         clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
         max_grad_norm: Clipping norm C, or one for each parameter.
         noise_multiplier: Deviation of the noise in units of C.
-        correlated_noise: How the noise of steps hangs together; ``None``: not at all.
+        correlated_noise: How the noise of steps is correlated; ``None``: it is independent.
         expected_batch_size: Of all ranks together.
         release_grid: Part of the noise that sums are rounded to; ``None``: no rounding.
         accountant: Name of the accountant.
         steps: How many are meant to be taken, if it is known.
         delta: Of the guarantee, if it is known.
-        reasons: What each number was chosen for, and after whom.
+        reasons: Why each number was chosen, with the source.
     """
 
     sample_rate: float
@@ -81,7 +81,7 @@ class Plan:
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse to go on from a run whose epsilon was about something else.
+        """Refuse to resume a run whose epsilon is for another unit or kind of sampling.
 
         Rates, noise and C may differ: the accountant records those of each step.
 

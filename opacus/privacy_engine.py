@@ -37,7 +37,7 @@ class PrivacyEngine(EngineSteps):
     """Adds differential privacy to PyTorch training and counts what it costs.
 
     Args:
-        accountant: How privacy loss is counted: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+        accountant: How privacy loss is counted: ``"prv"``, ``"pld"``, ``"rdp"`` or ``"gdp"``.
         secure_mode: Draw sampling and noise by ChaCha20. Slow;
             for the final model.
 
@@ -130,7 +130,7 @@ class PrivacyEngine(EngineSteps):
             correlated_noise: Noise of which later steps take back a part, in place of independent
                 noise. Batches are the same in each pass over the data then, and the accountant
                 counts the whole run at its first step, without amplification by sampling.
-            sampling: What a unit has to do with the rows that are drawn, where it is not one row:
+            sampling: How a unit relates to the rows that are drawn, where it is not one row:
                 ``UserRows`` or ``GaussianMixture``. Needs an engine with the accountant "pld".
             max_batch_size: All batches have rows for so many items, on all ranks together. Smaller
                 ones are filled up by rows of nobody, named -1 by ``unit_ids``, which the batch

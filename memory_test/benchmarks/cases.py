@@ -118,8 +118,8 @@ def _way_of(name: str) -> Way:
     return Way(mode, deferred=mode != plain, compiled=plain != name)
 
 
-# Time and peak memory in those of the best eager non-private step that single-backward modes are
-# to reach: llama3-1b on two cards, FSDP2 a block at a time, no adapters.
+# Targets of single-backward modes: time and peak memory as multiples of the best eager non-private
+# step. llama3-1b on two cards, FSDP2 a block at a time, no adapters.
 TARGETS: dict[Cell, tuple[float, float]] = {
     Cell(4, 4096): (1.10, 1.05),
     Cell(2, 8192): (1.10, 1.05),
@@ -129,7 +129,7 @@ TARGETS: dict[Cell, tuple[float, float]] = {
     Cell(1, 4096): (1.20, 1.10),
     Cell(4, 1024): (1.20, 1.45),
 }
-# The same of others: model, cards, size. One card has no target for memory.
+# Targets of other cases by model, cards and size. One card has no target for memory.
 OTHER_TARGETS: dict[tuple[str, int, Cell], tuple[float, float | None]] = {
     ("llama3-3b", 2, Cell(2, 4096)): (1.10, 1.05),
     ("llama3-1b", 1, Cell(1, 4096)): (1.08, None),
@@ -159,7 +159,7 @@ SUITES: dict[str, Suite] = {
 
 
 def suite_of(name: str, **changes: object) -> Suite:
-    """A registered suite, with what is not ``None`` in ``changes`` put in its place.
+    """A registered suite with those of ``changes`` that are not ``None``.
 
     Raises:
         UsageError: There is none of this name.

@@ -47,12 +47,12 @@ class Contender:
 
     Attributes:
         way: The mode.
-        model: As it is called.
-        optimizer: As it is stepped.
+        model: The model to call.
+        optimizer: The optimizer to step.
         criterion: The loss; that of ``make_private`` if that gave one.
         parameters: Trainable parameters by name in the plain model.
         vocab: Number of tokens in the vocabulary.
-        told_shape: Whether the criterion has to be told what a sample is.
+        told_shape: Whether the criterion needs the shape of the logits.
     """
 
     way: Way
@@ -92,7 +92,7 @@ def build(recipe: Recipe, way: Way, runtime: Runtime) -> Contender:
     """Build, shard and, as ``way`` says, compile or make private. Weights depend on ``SEED`` only.
 
     Raises:
-        UsageError: The model or the mode cannot be had.
+        UsageError: The model or the mode is not available.
     """
     suite = recipe.suite
     plain, vocab = plain_model(recipe, runtime.device)
@@ -158,7 +158,7 @@ def _sharded(model: nn.Module, recipe: Recipe, way: Way) -> nn.Module:
         leaves = {"use_block_wrapping": False, "wrap_individual_layers": True}
         options = leaves if recipe.suite.wrapping == "leaves" else {}
         return FSDP2Wrapper(model, mp_policy=policy, **options)
-    # Nothing of the package: what it is compared with cannot be slowed by it.
+    # No code of the package, which could slow what it is compared with.
     for block in blocks(model):
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
@@ -198,7 +198,7 @@ def random_ids(vocab: int, batch: int, tokens: int, runtime: Runtime) -> Tensor:
 
 
 def next_token_loss(model: Any, ids: Tensor) -> Tensor:
-    """Mean loss over the tokens of ``ids`` ``[1, T]``, without anything of the package."""
+    """Mean loss over the tokens of ``ids`` ``[1, T]``, without code of the package."""
     output = model(input_ids=ids)
     logits = getattr(output, "logits", output)[:, :-1]
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))

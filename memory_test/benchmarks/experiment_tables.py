@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from memory_test.benchmarks import experiment_plots, measured, rival_tables
+from memory_test.benchmarks import measured, rival_tables
+from memory_test.benchmarks.experiment_plots import HEADLINE, in_headline
 from memory_test.benchmarks.measured import OURS, Pair
 from memory_test.common.comparison import (
     Group,
@@ -26,7 +27,7 @@ NOTHING = "Not run on GPUs yet.\n"
 
 @dataclass(frozen=True)
 class Expectation:
-    """A speedup by deferred norms that was promised before anything was built."""
+    """A speedup by deferred norms that was set as a target before anything was built."""
 
     size: str
     models: tuple[str, ...]
@@ -36,12 +37,12 @@ class Expectation:
     or_more: bool = False
 
     def covers(self, pair: Pair) -> bool:
-        """Whether a pair can tell whether it holds."""
+        """Whether a pair is evidence for or against it."""
         length = pair.tokens >= self.tokens if self.or_more else pair.tokens == self.tokens
         return length and pair.model in self.models and not pair.adapters
 
 
-# End of the names of files in which deferred norms took as much memory as they liked.
+# End of the names of files in which deferred norms had no memory limit.
 BEFORE_BUDGET = "_two_pass"
 SMALL, MIDDLE, LARGE = ("gpt2",), ("llama3-1b", "llama3-3b"), ("llama3-8b",)
 EXPECTED = (
@@ -54,7 +55,7 @@ EXPECTED = (
 
 
 def expectations_table() -> str:
-    """Promised and measured speedup by deferred norms."""
+    """Target and measured speedup by deferred norms."""
     pairs = measured.deferred_pairs()
     rows = []
     for one in EXPECTED:
@@ -79,7 +80,7 @@ def span(values: Sequence[float], style: str = "{:.2f}x") -> str:
 
 
 def verdict(found: Sequence[float], wanted: float) -> str:
-    """How many reach what was wanted."""
+    """How many values reach the target."""
     return _of(sum(value >= wanted for value in found), found)
 
 
@@ -112,12 +113,7 @@ def modes_table() -> str:
     return table(("mode", "package", *_SUMMARY), rows) + "\n"
 
 
-# Modes of the README, and what their cells have in common.
-HEADLINE = (
-    ("several GPUs, FSDP2", ("ghost_fsdp_bk", "ghost_fsdp")),
-    ("one GPU", ("ghost_bk", "ghost", "hooks")),
-)
-_SUMMARY = ("cells", "step time", "range", "peak memory", "range")
+_SUMMARY = ("cells", "step time", "peak memory")
 
 
 def headline() -> str:
@@ -128,7 +124,7 @@ def headline() -> str:
         for place, modes in HEADLINE
         for mode in modes
         for package in sorted({p for m, p in found if m == mode}, key=lambda p: p != OURS)
-        if package.startswith((OURS, rival_tables.RIVAL)) and "," not in package
+        if in_headline(package)
     ]
     return table(("on", "mode", "package", *_SUMMARY), rows) + "\n"
 
@@ -148,17 +144,17 @@ def _ratios(
 
 
 def _summary(ratios: list[tuple[float, float]]) -> tuple[Any, ...]:
-    """Number of cells, median and range of time, median and range of memory."""
+    """Number of cells, then median and range of time and of memory."""
     times, memory = zip(*ratios, strict=True)
-    return len(times), *_middle(times), *_middle(memory)
+    return len(times), _middle(times), _middle(memory)
 
 
-def _middle(values: Sequence[float]) -> tuple[str, str]:
-    return f"{median(values):.2f}×", f"{min(values):.2f}–{max(values):.2f}×"
+def _middle(values: Sequence[float]) -> str:
+    return f"{median(values):.2f}× ({min(values):.2f}–{max(values):.2f})"
 
 
 def findings() -> str:
-    """What the pairs say together."""
+    """Summary of all pairs."""
     pairs = measured.deferred_pairs()
     if not pairs:
         return NOTHING
@@ -202,7 +198,7 @@ def _versions(bundle: dict[str, Any]) -> str:
 
 
 def choices() -> str:
-    """What ``auto`` stood for."""
+    """The modes that ``auto`` chose."""
     rows = [
         (
             r["model"],
@@ -278,31 +274,22 @@ def profiles() -> str:
     found = [run for bundle in measured.files().values() for run in bundle["profiles"]]
     kinds = [k for k in (found[0]["kernels"]["kinds_ms"] if found else ())
              if any(run["kernels"]["kinds_ms"][k] >= 0.05 for run in found)]  # fmt: skip
-    rows = [
-        (f"`{run['trainer']}`", f"{run['batch_size']} x {run['seq_length']}",
-         measured.short(run["device"]), f"{run['median_time_ms']:.1f}",
-         f"{run['memory']['peak_mb'] / 1024:.1f}", run["memory"]["peak_phase"].replace("_", " "),
-         *(f"{run['kernels']['kinds_ms'][kind]:.1f}" for kind in kinds))
-        for run in found
-    ]  # fmt: skip
-    header = ("trainer", "cell", "card", "step ms", "peak GiB", "peak in",
-              *(k.replace("_", " ") for k in kinds))  # fmt: skip
-    return table(header, rows) + "\n" if rows else NOTHING
+    columns = [_profile(run, kinds) for run in found]
+    heads = ["", *(f"`{run['trainer']}`" for run in found)]
+    rows = [(name, *(column[name] for column in columns)) for name in (columns or [{}])[0]]
+    return table(heads, rows) + "\n" if rows else NOTHING
 
 
-def plots() -> str:
-    """The pictures that ``experiment_plots.py`` draws."""
-    lines = []
-    for title, names in experiment_plots.shown().items():
-        folder = experiment_plots.FOLDER.name
-        lines += [f"**{title}**", *(f"![{_kind(name)}]({folder}/{name})" for name in names)]
-    return "\n\n".join(lines) + "\n"
-
-
-def _kind(name: str) -> str:
-    """What a picture shows, by the end of its name."""
-    kinds = (*experiment_plots.LINES, *experiment_plots.BARS)
-    return max((kind for kind in kinds if kind in name), key=len, default="accuracy")
+def _profile(run: dict[str, Any], kinds: list[str]) -> dict[str, str]:
+    """One column: the cell, the step, and milliseconds of each kind of kernel."""
+    milliseconds = run["kernels"]["kinds_ms"]
+    return {
+        "cell": f"{run['batch_size']} x {run['seq_length']}, {measured.short(run['device'])}",
+        "step ms": f"{run['median_time_ms']:.1f}",
+        "peak GiB": f"{run['memory']['peak_mb'] / 1024:.1f}",
+        "peak in": run["memory"]["peak_phase"].replace("_", " "),
+        **{kind.replace("_", " "): f"{milliseconds[kind]:.1f}" for kind in kinds},
+    }
 
 
 def earlier() -> str:
@@ -331,7 +318,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "deferred": deferred_table,
     "runs": runs,
     "choices": choices,
-    "plots": plots,
     "earlier": earlier,
     "profiles": profiles,
     "accuracy": accuracy,

@@ -1,9 +1,9 @@
-"""What privacy costs the host: a step of many tiny layers, in time and in operations.
+"""Host time and operations that privacy adds to a step of many tiny layers.
 
     python memory_test/benchmarks/host_overhead.py --output out.json
 
-The model has the layers of Llama-3.2-1B in sizes that cost nothing, so that a step takes as long as
-Python and the dispatcher need. On a GPU it is that which bounds a step on few tokens. Non-private
+The model has the layers of Llama-3.2-1B in negligible sizes, so a step takes the time of Python and
+the dispatcher. On a GPU that time limits a step on few tokens. Non-private
 and private steps take turns: on one process, under FSDP2 on one, and under FSDP2 on two. Times are
 the processor's, of the fastest step; on a GPU until all work is issued. Operations are those that
 reach the dispatcher below autograd, without views and allocations: about one kernel launch each. On
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_ways(setting: str, modes: str | None) -> list[Way]:
-    """The non-private step and the private ones of a setting that were asked for."""
+    """The non-private step and the requested private ones of a setting."""
     ways = ways_of(SETTINGS[setting][2])
     if modes is not None:
         ways = tuple(w for w in ways_of(modes) if w.mode in {way.mode for way in ways})

@@ -4,9 +4,9 @@
     python memory_test/benchmarks/norm_kernels.py --sweep
 
 Every case is first checked against float64; one wrong result and nothing is reported. The
-kernel and its baseline are timed in turn, so that both see the same clocks. Times are medians
-with quartiles, in milliseconds: of the device, but in the section ``grouped`` with the host's
-part, which is what one launch for many layers saves.
+kernel and its baseline are timed in turn, so that both see the same clocks. Times are medians with
+quartiles, in milliseconds of device time. The section ``grouped`` includes the host time, which one
+launch for many layers saves.
 """
 
 from __future__ import annotations

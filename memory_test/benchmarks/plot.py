@@ -1,4 +1,4 @@
-"""Draws what ``steps.py`` measured: time and memory in those of the non-private step.
+"""Draws what ``steps.py`` measured: time and memory as multiples of the non-private step.
 
 python memory_test/benchmarks/plot.py result.json --png ratios.png --markdown table.md
 """

@@ -120,12 +120,13 @@ def targets() -> str:
             own = [c for c in cells if c.mode == mode and (c.batch, c.tokens) == _pair(size)]
             ratios = {_file(c): _ratios(c, cells) for c in own}
             largest = max((found[1] for found in ratios.values()), default=None)
-            rows.append((f"`{mode}`", str(size), f"{time:.2f}",
-                         *(_aimed(ratios[f][0], time) if f in ratios else "" for f in files),
-                         f"{memory:.2f}", _aimed(largest, memory) if largest else ""))  # fmt: skip
-    header = ("mode", "cell", "target time", *(_short(name) for name in files),
+            if largest is not None:
+                measured_times = ", ".join(_aimed(ratios[f][0], time) for f in files if f in ratios)
+                rows.append((f"`{mode}`", str(size), f"{time:.2f}", measured_times,
+                             f"{memory:.2f}", _aimed(largest, memory)))  # fmt: skip
+    header = ("mode", "cell", "target time", "time, earliest call first",
               "target memory", "memory, largest")  # fmt: skip
-    return table(header, [row for row in rows if any(row[3:-2])]) + "\n"
+    return table(header, rows) + "\n"
 
 
 def _has_target(cell: Cell) -> bool:
@@ -142,10 +143,6 @@ def _pair(size: Size) -> tuple[int, int]:
 
 def _file(cell: Cell) -> str:
     return cell.call.split()[0]
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("llama3-1b_h200x2_")
 
 
 def _ratios(cell: Cell, cells: list[Cell]) -> tuple[float, float]:

@@ -36,7 +36,7 @@ FITTED = {
     (IN_SERIES, "ghost_fsdp", 1, 1024),
     (BY_TURNS, "ghost_fsdp", 1, 2048), (BY_TURNS, "flash_fsdp", 1, 2048),
 }  # fmt: skip
-# Files of before noise was added by one kernel and a layer took less of the host's time.
+# Files from before noise was added by one kernel and layers took less host time.
 EARLIER_HOST = {
     "llama3-1b_h100x2_2026-11-28_two_pass",
     "llama3-1b_h200x2_2026-11-28_two_pass",
@@ -46,8 +46,8 @@ EARLIER_HOST = {
 # How much of the host's time a step took then, relative to the non-private step.
 EARLIER_RATIOS = {"host_ratio_one_pass": 1.23, "host_ratio_one_pass_flash": 1.23,
                   "host_ratio_two_pass": 2.62}  # fmt: skip
-# Files of before deferred norms kept to a twentieth of what is held: without a limit, or to a
-# twentieth of the whole device.
+# Files from before deferred norms were limited to a twentieth of the memory in use: without a
+# limit, or with a twentieth of the whole device.
 EARLIER_DEFERRED = {
     "llama3-1b_h100x2_2026-11-28_two_pass",
     "llama3-1b_h200x2_2026-11-28_two_pass",

@@ -99,7 +99,7 @@ def compare_file(path: Path) -> list[Compared]:
 
 
 def _tells(cell: Measured) -> bool:
-    """Whether a step tells the speed of the host: it waited for that, and not for its device."""
+    """Whether a step shows the host's speed: it waited for the host, not for the device."""
     if cell.run.private:
         return False
     known = predict(cell.run, rates_of(cell.card)).duration

@@ -82,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is right.
+    """The reference.
 
     Attributes:
         norms: ``[W, B]`` norms of all samples of all ranks.

@@ -57,7 +57,7 @@ def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
 def ratios(
     row: dict[str, Any], base_ms: dict[str, Any], base_gb: float, *, in_turns: bool = True
 ) -> dict[str, Any]:
-    """Time and memory in those of the non-private step.
+    """Time and memory as multiples of the non-private step.
 
     Quartiles are of ratios of steps that were timed next to each other; of ratios to the
     median where they did not take turns.

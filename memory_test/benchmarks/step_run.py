@@ -36,7 +36,7 @@ def run_suite(args: argparse.Namespace, suite: Suite, runtime: Runtime) -> dict[
         another package.
 
     Raises:
-        UsageError: A mode, the model or the reference cannot be had.
+        UsageError: A mode, the model or the reference is not available.
     """
     for way in suite.ways:
         resolve_mode(way.mode, runtime.world_size)

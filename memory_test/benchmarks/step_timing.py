@@ -1,4 +1,4 @@
-"""Times contenders in turn, so that whatever disturbs the host disturbs all of them."""
+"""Times contenders in alternating order, so host noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Plan:
 
 @dataclass
 class Taken:
-    """What was seen of one contender.
+    """Measurements of one contender.
 
     Attributes:
         way: The mode.
         times_ms: Of each timed step, the slowest rank.
         peak_mb: Largest peak of a rank, without what other contenders hold.
-        checks: Against what is right.
+        checks: Comparisons with the reference.
         error: Why there is no result.
         refused: Whether that is because it is wrong.
     """
@@ -102,7 +102,7 @@ class _Bench:
         self.resident_mb: dict[Way, float] = {}  # of contenders that are in memory
 
     def step_by_step(self, taken: list[Taken]) -> None:
-        """All contenders in memory; the order turns round each time."""
+        """All contenders in memory, in alternating order."""
         ready = [(one, c) for one in taken if (c := self._ready(one)) is not None]
         with _frozen_garbage():
             for index in range(self.plan.iters):

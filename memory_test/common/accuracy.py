@@ -95,7 +95,7 @@ def layouts_to_test(
     """The layouts to test, and those that cannot be.
 
     Raises:
-        UsageError: A layout was asked for that this package does not know.
+        UsageError: This package does not know a requested layout.
     """
     if has_data_layout():
         return list(wanted or all_layouts), []

@@ -55,7 +55,7 @@ class Group:
         return None
 
     def ratio(self, result: Result, key: str) -> float | None:
-        """``result[key]`` in units of the non-private run's."""
+        """``result[key]`` as a multiple of the non-private run's."""
         other = self.baseline(result)
         return None if other is None or not other[key] else result[key] / other[key]
 

@@ -25,10 +25,10 @@ def flash_attention_function() -> Callable[..., Tensor] | None:
 class DPMultiheadAttentionWithFlashAttention(nn.Module):
     """Self-attention whose projections are four linear layers, with fused attention between.
 
-    ``nn.MultiheadAttention`` keeps queries, keys and values in one packed parameter that is used
-    past its layer, so its per-sample gradients cannot be seen. Here each projection is an
-    ``nn.Linear``, and what happens between them has no parameters: it runs in ``flash_attn``
-    (arXiv:2307.08691) where that is installed and can handle the tensors, else in torch's
+    ``nn.MultiheadAttention`` keeps queries, keys and values in one packed parameter that bypasses
+    its layer, so its per-sample gradients cannot be seen. Here each projection is an ``nn.Linear``,
+    and what happens between them has no parameters: it runs in ``flash_attn`` (arXiv:2307.08691)
+    where that is installed and can handle the tensors, else in torch's
     ``scaled_dot_product_attention``.
 
     Args:

@@ -89,7 +89,7 @@ def run_experiment(settings: Settings, runtime: Runtime) -> dict[str, Any]:
     """Measure; a collective call. The result is the same on all processes.
 
     Raises:
-        UsageError: The mode or the model cannot be had.
+        UsageError: The mode or the model is not available.
     """
     mode = resolve_mode(settings.mode, runtime.world_size)
     fail_if_planted(settings.mode, runtime.rank)

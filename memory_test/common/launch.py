@@ -26,7 +26,7 @@ from memory_test.common.failures import (
 
 STORE_VARIABLE = "MEMORY_TEST_STORE"
 REPORTS_VARIABLE = "MEMORY_TEST_REPORTS"
-# What the processes that wait for a failed one get before they are ended.
+# Grace period of processes that wait for a failed one, before they are ended.
 GRACE_SECONDS = 5.0
 CPU_PROCESSES = 2
 

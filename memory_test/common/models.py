@@ -37,7 +37,7 @@ SHAPES = {
     "small": _shape("own", (*_OWN, "vocab_size"), 256, 4, 4, 2048),
     "medium": _shape("own", (*_OWN, "vocab_size"), 1024, 12, 16, 32000),
     "tiny-llama": _shape("llama", _LLAMA, 64, 2, 4, 2, 128, 512),
-    # The layers of llama3-1b in sizes that cost nothing: what is left is the host's time.
+    # The layers of llama3-1b in negligible sizes: a step then shows the host's time.
     "thin-llama3-1b": _shape("llama", _LLAMA, 32, 16, 4, 2, 64, 64),
     "llama3-1b": _shape("llama", _LLAMA, 2048, 16, 32, 8, 8192, 128256),
     "llama3-3b": _shape("llama", _LLAMA, 3072, 28, 24, 8, 8192, 128256),

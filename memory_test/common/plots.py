@@ -169,7 +169,7 @@ def plot_memory_vs_time(group: Group) -> Figure | None:
 
 
 def plot_overhead(group: Group) -> Figure | None:
-    """Time and memory in units of the non-private run."""
+    """Time and memory as multiples of the non-private run."""
     modes = [m for m in group.series() if not m.startswith("no_dp")]
     cells = {
         key: {

@@ -1,4 +1,4 @@
-"""What is asked: a model, its cards, a batch, a mode."""
+"""The run to predict: a model, its cards, a batch, a mode."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def read_with_perfetto(path: Path, trace: dict[str, Any]) -> list[str]:
     """Load a trace into Perfetto's trace processor; every event must be a slice there.
 
     Raises:
-        RuntimeError: The trace processor, which is fetched on first use, cannot be had.
+        RuntimeError: The trace processor, which is fetched on first use, is not available.
     """
     from perfetto.trace_processor import TraceProcessor
 

@@ -20,7 +20,7 @@ from typing import Any
 from opacus.accountants.sampling import Sampling, sampling_from_dict
 
 Entry = tuple[float, float, int] | tuple[float, float, int, dict[str, Any]]
-# What a step is, without how often: noise multiplier, sample rate, sampling (None for Poisson).
+# A kind of step: noise multiplier, sample rate, sampling (None for Poisson).
 Mechanism = tuple[float, float, Sampling | None]
 
 # `sample_rate * accumulated_iterations` may pass 1 by rounding only, as in 49 * (1 / 49).
@@ -96,7 +96,7 @@ def make_entry(mechanism: Mechanism, steps: int) -> Entry:
 
 
 def read_entry(entry: Any) -> tuple[Mechanism, int]:
-    """Returns what the steps of a history entry are, and how many, or raises."""
+    """Returns the kind and the number of the steps of a history entry, or raises."""
     if not isinstance(entry, (tuple, list)) or len(entry) not in (3, 4):
         raise ValueError(
             "a history entry must be (noise_multiplier, sample_rate, steps) or, unless sampling "

@@ -12,7 +12,7 @@ from opacus.accountants.history import Mechanism, check_delta, merge_mechanisms
 if TYPE_CHECKING:
     from opacus.accountants.analysis.pld import Step
 
-# 1 / s^2 overflows below.
+# Below this noise 1 / s^2 overflows.
 _NO_NOISE = 1e-100
 
 

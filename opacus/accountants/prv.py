@@ -18,7 +18,7 @@ Counts = dict[tuple[float, float], int]
 # Largest grid, and the most points that are transformed in all: a few seconds of work.
 _MOST_POINTS = 2**24
 _MOST_WORK = 2**29
-# Of a grid with more points, if there are few mechanisms, another way to compose is faster.
+# Above this number of points, and with few mechanisms, `PLDAccountant` is faster.
 _LARGE = 2**20
 _FEW_DISTINCT = 8
 # Most distinct mechanisms that are composed as they are; a schedule with more is coarsened.

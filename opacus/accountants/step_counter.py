@@ -10,7 +10,7 @@ from opacus.accountants.sampling import Sampling
 
 
 class Records(Protocol):
-    """What records steps: an accountant."""
+    """The part of an accountant that records steps."""
 
     def step(self, *, noise_multiplier: float, sample_rate: float, sampling: Any = None) -> None:
         """Record one step."""
@@ -60,7 +60,7 @@ class StepCounter:
         return self._accountant()
 
     def count_of(self, batches: int) -> Count:
-        """One step that sums over so many batches.
+        """The count of one step that sums over `batches` batches.
 
         Raises:
             ValueError: So many batches cannot be one step.
@@ -73,7 +73,7 @@ class StepCounter:
         return Count(self.accountant, rate_of_step(self.sample_rate, batches), self.sampling)
 
     def __call__(self, optimizer: Any) -> None:
-        """Record a step with the ``noise_multiplier`` and ``accumulated_iterations`` of now."""
+        """Record a step with the current ``noise_multiplier`` and ``accumulated_iterations``."""
         counts_for = getattr(optimizer, "counts_for", None)
         if counts_for is None or not counts_for(self.accountant):
             self.count_of(optimizer.accumulated_iterations).record(optimizer.noise_multiplier)

@@ -19,7 +19,7 @@ from opacus.accountants.history import check_delta
 _LARGEST_DELTA = 0.999
 # Pieces of the profile between two deltas.
 _STRETCH = 16
-# By so many halvings the total variation distance is found between two of the deltas.
+# Number of halvings that locate the total variation distance between two deltas.
 _HALVINGS = 10
 
 

@@ -19,8 +19,8 @@ _MOST_SIGMA = 1e8
 _FIRST_GUESS = 10.0
 # Accountants whose epsilon takes long enough to look near the solution of "rdp" first.
 _SLOW = ("prv", "pld")
-# They do not look for less noise than this: where it is enough, delta alone covers the risk of
-# being sampled, or epsilon is in the thousands.
+# These accountants search for no less noise than this: where it is enough, delta alone covers the
+# risk of being sampled, or epsilon is in the thousands.
 _LEAST_SIGMA = 0.01
 _MOST_GUESSES = 8
 # Accountants whose noise multipliers are those that Opacus finds.
@@ -113,7 +113,7 @@ def _number_of_steps(rate: float, epochs: float | None, steps: int | None) -> in
 
 
 class _Values:
-    """Epsilon as a function of sigma, read as seldom as possible, for it can take a second.
+    """Epsilon as a function of sigma, evaluated rarely because it can take a second.
 
     Epsilon falls as sigma grows, so a value above the budget settles all smaller sigmas, and one
     that spends too little settles all larger ones.
@@ -124,7 +124,7 @@ class _Values:
         self._known: dict[float, float] = {}
 
     def __call__(self, sigma: float) -> float:
-        """Returns epsilon, or a known one on the same side of the range that is aimed at."""
+        """Returns epsilon, or a known value on the same side of the target range."""
         for known, epsilon in self._known.items():
             too_low = known >= sigma and epsilon > self.most
             if too_low or (known <= sigma and epsilon < self.least) or known == sigma:
@@ -137,7 +137,7 @@ class _Values:
         return self._known[sigma]
 
     def read_near(self, sigma: float) -> float | None:
-        """Reads a few values around the solution, of which `sigma` is a guess.
+        """Evaluates epsilon at a few values around `sigma`, a guess of the solution.
 
         Returns:
             A solution, or None if epsilon jumps too much to come near one.
@@ -160,7 +160,7 @@ class _Values:
         return None
 
     def read_around(self, sigma: float) -> None:
-        """Reads a value on either side of the range, so that halving need not."""
+        """Evaluates a value on either side of the range, which saves halvings."""
         reach = self.most / self.least
         for factor in (reach**-1.5, reach**1.5):
             self.read(sigma * factor)

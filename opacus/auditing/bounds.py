@@ -19,7 +19,7 @@ _FEWEST_GUESSES = 8
 
 
 def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correct: int) -> float:
-    """Returns the most that the chance of so many right guesses is under (epsilon, delta)-DP.
+    """Returns a bound on the probability of so many right guesses under (epsilon, delta)-DP.
 
     Args:
         epsilon: at least 0.
@@ -55,7 +55,7 @@ def epsilon_lower_bound(
     delta: float,
     confidence: float = 0.95,
 ) -> float:
-    """Returns an epsilon that a run which made these scores does not beat, with `confidence`.
+    """Returns a lower bound of the run's epsilon that holds with `confidence`.
 
     If the run is (epsilon, delta)-private, the result is at most epsilon with at least this
     probability, whatever the scores are. The canaries with the highest scores are guessed to be

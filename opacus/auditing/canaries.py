@@ -96,7 +96,7 @@ class GradientCanaries:
         return self._model
 
     def watch(self, optimizer: Any, engine: Any) -> None:
-        """Look at what each step of the private optimizer releases from now on.
+        """Record what each step of the private optimizer releases from now on.
 
         Args:
             optimizer: as `make_private` returned it.
@@ -133,7 +133,7 @@ class GradientCanaries:
         self._sigmas.append(optimizer._privacy.noise_std / optimizer.max_grad_norm)
 
     def scores(self) -> np.ndarray:
-        """`[m]` how much each canary looks as if it were in the data."""
+        """`[m]` score of each canary, high for those that look like members of the data."""
         return torch.stack(self._steps).sum(0).numpy() if self._steps else np.zeros(self.canaries)
 
     def report(
@@ -159,7 +159,7 @@ class GradientCanaries:
             self._rate,
             len(self._engine.accountant) - self._counted_before,
         )
-        half = 0.5  # of the false alarms are for the checks, the rest for epsilon
+        half = 0.5  # share of the false alarms for the checks; the rest is for epsilon
         return compare_with_claim(
             self.scores(),
             self.included,

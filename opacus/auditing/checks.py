@@ -163,7 +163,7 @@ def power(observed: Observed, alpha: float) -> Finding:
 
 
 def _expected_signal(observed: Observed, alpha: float) -> tuple[float, float]:
-    """The sum of all canaries' contributions in units of C, and how far chance may take it.
+    """The sum of all canaries' contributions in units of C, and the largest plausible deviation.
 
     By Bernstein's inequality, for noise and Poisson draws.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class AuditError(AssertionError):
-    """The run is not what it claims to be, or the audit could not have noticed."""
+    """The run breaks its claim, or the audit had too little power to tell."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class AuditReport:
 
     Attributes:
         findings: the checks.
-        false_alarm: the most that the chance of any failure is, in a run that keeps its promise,
-            with power enough.
+        false_alarm: bound on the probability of any failure in a run that keeps its promise and has
+            power enough.
         epsilon: what the run claims, if the audit compares it.
         epsilon_lower_bound: what the attacker proves, if it was measured.
         delta: of both.

@@ -84,7 +84,7 @@ def leave_one_out(
 
 @contextmanager
 def _nothing_released(optimizer: Any) -> Iterator[None]:
-    """Steps only accumulate, and the loader's draws do not matter."""
+    """Within the block steps only accumulate, and draws are not compared with batches."""
     draws, optimizer._draws = optimizer._draws, None
     once = getattr(optimizer, "reduce_once", False)
     optimizer.reduce_once = False  # so that a physical batch's sum is there to be read

@@ -29,7 +29,7 @@ Seal = tuple[int, str]
 
 
 class Mark(tuple[int, bool]):
-    """What a checkpoint is of: the number of steps taken, and whether an epoch has ended there.
+    """The point in training of a checkpoint: steps taken, and whether an epoch has ended there.
 
     Marks are ordered as training passes them.
     """
@@ -44,7 +44,7 @@ class Mark(tuple[int, bool]):
 
     @classmethod
     def of(cls, path: Path) -> Mark | None:
-        """The mark in the name of a folder, `None` if it is none of ours."""
+        """The mark in a folder's name, `None` if the name is not one of ours."""
         match = _NAME.fullmatch(path.name)
         return cls(int(match[1]), match[2] is not None) if match else None
 
@@ -53,14 +53,14 @@ class Mark(tuple[int, bool]):
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of the default process group; `(0, 1)` without one."""
+    """Rank and size of the default process group; `(0, 1)` without one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank passed, in rank order."""
+    """The values that all ranks passed, in rank order."""
     size = rank_and_size()[1]
     every: list[Any] = [value] * size
     if size > 1:
@@ -118,11 +118,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def begin(folder: Path, mark: Mark) -> Path:
-    """Clear what killed runs left behind; a new folder to write the checkpoint to."""
+    """Remove leftovers of killed runs; return a new folder to write the checkpoint to."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
-    # A name of its own: a stray process of an earlier run may still write to that of its own.
+    # A unique name: a stray process of an earlier run may still write to its own folder.
     unfinished = folder / f"{_UNFINISHED}{mark}-{os.urandom(4).hex()}"
     unfinished.mkdir(mode=0o700)  # the random state in it is secret
     return unfinished
@@ -138,9 +138,9 @@ def finish(unfinished: Path, mark: Mark, files: dict[str, Seal], about: dict[str
 
     Args:
         unfinished: The folder that :func:`begin` made.
-        mark: What it is a checkpoint of.
+        mark: The point in training.
         files: The :func:`seals` of all ranks.
-        about: What else the manifest says, plain types.
+        about: Further entries of the manifest, plain types.
 
     Raises:
         RuntimeError: Files of other ranks are not there.
@@ -174,7 +174,7 @@ def keep_newest(folder: Path, number: int) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says.
+    """The manifest of a checkpoint.
 
     Raises:
         ValueError: There is none, or it is damaged.

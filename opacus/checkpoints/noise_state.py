@@ -1,10 +1,10 @@
-"""The noise of a run in its one-file checkpoint: its steps go on, and none has its noise again.
+"""The noise in a one-file checkpoint: step numbers continue, and no noise is drawn twice.
 
-Two steps with equal noise are no two private releases: their difference has none. A checkpoint
-holds the name of the run's key and the number of the next step. A run that goes on from it never
-goes back to a smaller number, and has another key: unless both runs are seeded, which asks for the
-noise that the saved run would have had. The checkpoint of a seeded run therefore holds its key.
-So does that of a run with correlated noise, whose coming steps take back noise of those before.
+Two steps with equal noise are not private: their difference has no noise. A checkpoint holds the
+public name of the run's key and the number of the next step. A run that resumes from it never
+returns to a smaller number and gets another key. If both runs are seeded, it draws the noise that
+the saved run would have drawn, so the checkpoint of a seeded run holds its key. So does that of a
+run with correlated noise, whose later steps take back earlier noise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CORRELATION = "correlation"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
-    """What a checkpoint holds of the noise: nothing in ``secure_mode``, or before its key is known.
+    """The noise in a checkpoint: nothing in ``secure_mode``, or before its key is known.
 
     With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
     """
@@ -68,11 +68,11 @@ def _entry(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 def restore_noise(
     optimizer: DPOptimizer, saved: Mapping[str, Any], *, steps: int, taken: int
 ) -> None:
-    """Go on where :func:`noise_entries` looked, or with a new key.
+    """Continue from the saved entries, or with a new key.
 
     A seeded run goes on with the key of the seeded run that saved the checkpoint. If that was not
     seeded, or if this process has taken steps that the checkpoint does not know of, its key is
-    replaced by one of the operating system. To be called on all ranks alike.
+    replaced by one of the operating system. Call it on all ranks.
 
     Args:
         optimizer: The private optimizer.
@@ -84,14 +84,14 @@ def restore_noise(
         UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
     key, layout = optimizer._layout.key, optimizer._layout
-    # The accountant may have been set back already: by the load before, or one of the model alone.
+    # An earlier load, or one of the model alone, may have set the accountant back already.
     taken = max(taken, key.step)
     back = taken > steps
     entry = _entry(saved)
     known = bool(entry) and key.resume(entry)
     if layout.correlation is not None and _CORRELATION in entry:
         layout.correlation.load_state_dict(entry[_CORRELATION])
-    # What is known says the number itself: steps that released nothing have none.
+    # A known state has its own number: steps that released nothing drew no noise.
     key.at_least({NOISE: taken if known else max(taken, steps)})
     if (known and not back) or not (steps or taken):
         return

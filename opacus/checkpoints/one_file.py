@@ -196,7 +196,7 @@ def _privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
 
 
 def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a run whose epsilon is about something else.
+    """Refuse a checkpoint whose epsilon is for another unit or kind of sampling.
 
     Args:
         optimizer: The private optimizer.
@@ -210,7 +210,7 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
-    """What `make_private` was given holds, not the file; a difference is not kept silent.
+    """The arguments of `make_private` win over the file; a difference is warned of.
 
     The accountant records the noise multiplier of each step, so that epsilon is right anyhow.
     """

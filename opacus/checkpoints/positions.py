@@ -1,4 +1,4 @@
-"""Where training stands in the batches of a data loader, and how it goes on from there.
+"""The position of training in a pass over a data loader, and how training resumes there.
 
 A loader may have drawn batches that have not been trained on yet, so its own position says little.
 The position is counted in batches that steps were taken with. To go on, the sampler's pass is
@@ -22,7 +22,7 @@ from opacus.data.sharding import ShardedBatchSampler
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import POISSON, SystemGenerator
 
-# Their batches are those of all ranks together, whatever the number of ranks.
+# Samplers whose global batches do not depend on the number of ranks.
 _WHOLE = (*POISSON, ShardedBatchSampler)
 
 
@@ -112,7 +112,7 @@ class LoaderPosition:
     # --- what training reports ---
 
     def count(self, batches: int) -> None:
-        """A step was taken with so many batches."""
+        """Record a step over `batches` batches."""
         self.used += batches
 
     def end_epoch(self) -> None:
@@ -146,7 +146,7 @@ class LoaderPosition:
             settle: sets the random state that training goes on with, after the replay.
 
         Returns:
-            Whether each sample's chance to be in the rest is as it was meant; `False` where a
+            Whether each sample keeps its intended probability of being in the rest; `False` where a
             pass without repetition starts over in a new order.
         """
         self.epoch, self.used, self.under_way = state["epoch"], state["used"], False
@@ -175,7 +175,7 @@ class LoaderPosition:
     def run(self, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one pass of the sampler, the rest of one when resuming."""
         if self.under_way:
-            self.end_epoch()  # the one before, of which nobody said that it had ended
+            self.end_epoch()  # the previous pass, whose end was never reported
         resumption, self._next = self._next, None
         self.under_way = True
         self.used = 0 if resumption is None else resumption.used
@@ -221,7 +221,7 @@ class LoaderPosition:
 
 
 def _make_resumable(sampler: Any, position: LoaderPosition) -> None:
-    """From now on the passes of `sampler` are run by `position`."""
+    """Let `position` run the passes of `sampler` from now on."""
     own = type(sampler)
     if not hasattr(own, "_makes_resumable"):
 

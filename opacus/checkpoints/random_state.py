@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 class Secret:
-    """From which new streams are derived. Who knows it can subtract the noise drawn from them.
+    """The secret that new streams are derived from. Whoever knows it can recompute them.
 
     Args:
         text: a saved one; by default it comes from the operating system.
@@ -71,7 +71,7 @@ class RandomState:
         }
 
     def restore(self, state: State, natural: Sequence[torch.Generator] = ()) -> None:
-        """Go on where `state` was taken.
+        """Restore a saved state.
 
         Args:
             state: what :meth:`state` returned.
@@ -113,7 +113,7 @@ def torch_state() -> list[Tensor]:
 
 
 def set_torch_state(state: Sequence[Tensor]) -> None:
-    """Go on where :func:`torch_state` looked."""
+    """Restore what :func:`torch_state` returned."""
     torch.set_rng_state(state[0])
     if len(state) > 1 and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[1])

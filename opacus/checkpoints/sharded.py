@@ -44,7 +44,7 @@ class Progress:
     """How far a run had come.
 
     Attributes:
-        step: Steps taken, those of physical batches not counted.
+        step: Steps taken, one for each logical batch.
         epoch: Number of the epoch to go on with. If it was under way, the data loader's next pass
             yields what is left of it, maybe nothing.
         extra: What was given to :meth:`Checkpointer.save`.
@@ -315,7 +315,7 @@ class Checkpointer:
             )
 
     def _check_scaler(self, saved: dict[str, Any] | None) -> None:
-        """Refuse a state that would be lost, or that a scaler would go on without.
+        """Refuse a scaler's state that would be lost, or a scaler without a saved state.
 
         A disabled scaler has an empty state, which only a disabled one takes.
         """

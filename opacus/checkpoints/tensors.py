@@ -89,7 +89,7 @@ def check_model(path: Path, module: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning that one process is one process."""
+    """Silence DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield

@@ -22,17 +22,17 @@ UNIT_IDS = "unit_ids"
 
 
 class PaddedCollate:
-    """Fills batches up to so many rows, and says which rows are of whom.
+    """Fills batches up to a fixed number of rows, and names the unit of each row.
 
     Tensors with one row a sample get rows of zeros. A batch that does not name its units gets a
     tensor of them, each row one of its own: ``unit_ids`` in a mapping, else as the last entry.
 
     Args:
         collate_fn: Knows what an empty batch looks like, so which tensors have rows.
-        rows: Of each batch, at least as many as samples have.
-        rows_of_item: How many of them an item may have.
+        rows: Number of rows of each batch, at least the most that drawn items have.
+        rows_of_item: Most rows of an item.
         named: Whether batches name their units already, by ``unit_ids`` or in their last entry.
-        rank: Of those that hold different samples; numbers of units differ between ranks.
+        rank: Number of this rank among those with different samples, which number units apart.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PaddedCollate:
         self.named, self.rank = named, rank
 
     def for_items(self, items: int) -> PaddedCollate:
-        """The same for batches of so many items."""
+        """The same for batches of `items` items."""
         other = copy.copy(self)
         other.rows = items * self.rows_of_item
         return other

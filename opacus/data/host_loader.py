@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from opacus.core.privacy.noise import device_of
 from opacus.utils.uniform_sampler import POISSON
 
-# What a loader is made of, apart from what it samples from and how.
+# Arguments of a loader other than its data set and its sampling.
 _SETTINGS = (
     "num_workers",
     "collate_fn",
@@ -41,7 +41,7 @@ class HostLoader(DataLoader[Any]):
     a generator on the CPU, and shuffles with none on the GPU only.
     """
 
-    # Sizes of the batches that the pass begun last has drawn and not delivered.
+    # Sizes of the batches that the latest pass has drawn and not yet delivered.
     _sizes: deque[int] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""At which rate samples join batches, and how many a batch is expected to have."""
+"""Sample rates and expected batch sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _is_uniform(sampler: object, size: int) -> bool:
 
 
 def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
-    """Says so if `data_loader`, which is kept, draws some samples more often than is counted."""
+    """Warns if `data_loader`, which is kept, draws some samples more often than is counted."""
     if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
         return
     sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.batch_sampler)

@@ -122,7 +122,7 @@ def repeat_data_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def follow_mesh(data_loader: DataLoader[Any], ranks: ModelRanks) -> None:
-    """Makes a loader of ours deal to the ranks of the data axes, if these are not all ranks.
+    """Makes a private loader deal to the data axes alone, if these are not all ranks.
 
     Ranks along a tensor-parallel axis then draw the same samples. Must be called on all ranks.
 

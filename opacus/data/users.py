@@ -29,8 +29,8 @@ class UserDataset(Dataset[list[Row]]):
     Args:
         dataset: map-style data set of rows.
         users: the user of each row, in order: numbers, names, or a tensor `[rows]`.
-        most_rows: of a user with more, so many are drawn afresh, uniformly, each time that the
-            user is. It bounds memory; what a user contributes is bounded by clipping anyhow.
+        most_rows: limit for a user; of more rows a uniform subset is drawn anew each time that the
+            user is drawn. It bounds memory; clipping bounds the user's contribution.
 
     Attributes:
         names: who the users are, in the order of the items.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
-from opacus.core.privacy.parameter_hooks import ForeignGradients, foreign_gradients
+from opacus.core.privacy.gradients import ForeignGradients, foreign_gradients
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.mixing import MixingCheck
 
@@ -51,7 +51,7 @@ class Guards:
             NotImplementedError: A layer mixes samples now.
             RuntimeError: In the first one: parameters were replaced by sharded ones.
         """
-        if enabled:
+        if enabled and self._mixing.norms:
             self._mixing.check()
         if self._sharding_is_known:
             return

@@ -16,15 +16,10 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, say_what_is_unh
 
 
 class HeldParameters(AbstractGradSampleHooks):
-    """The part of the hooks that knows of the optimizer: what it holds, and what it allows.
-
-    Attributes:
-        _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
-    """
+    """The part of the hooks that knows of the optimizer: what it holds, and what it allows."""
 
     # Names of the parameters that the optimizer holds; ``None``: all that are trainable.
     _held: frozenset[str] | None = None
-    _untapped: list[tuple[str, nn.Parameter]]
     _recorder: Recorder
     _guards: Guards
     _strategy: Any

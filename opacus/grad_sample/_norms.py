@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, total_norms
+from opacus.core.platform.sharded import compute_device
 from opacus.core.record.record import ForwardPass, Generation, Record, trains
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import scale_rows
@@ -43,9 +44,13 @@ class Norms:
         names = {id(p): name for name, p in self._parameters.items()}
         self.order = [names[id(p)] for p in parameters]
 
-    def take(self, norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:
+    def take(
+        self, norm_sq: dict[str, Tensor], batch: int, device: torch.device | None = None
+    ) -> Tensor:
         """The norms of a whole pass: keep and publish them; returns those of all together."""
         self.by_name = norm_sq
+        if device is None:
+            device = compute_device(next(iter(self._parameters.values())))
         self.whole = total_norms(norm_sq, batch, device)
         self.publish(norm_sq)
         return self.whole

@@ -151,7 +151,7 @@ class GradSampleHooks(NamedByUser):
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._guards.check(self.hooks_enabled)
-        if self._unfrozen():
+        if self._untapped and self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
@@ -253,11 +253,6 @@ class GradSampleHooks(NamedByUser):
                 loss_reduction=self.loss_reduction,
                 batch_first=self.batch_first,
             )
-
-    @property
-    def latest_batch(self) -> int | None:
-        """Number of samples of the latest forward pass, where its inputs tell."""
-        return self._recorder.passes.latest_batch
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):

@@ -18,13 +18,11 @@ from opacus.core.platform.profiling import (
     part,
     timed,
 )
-from opacus.core.platform.sharded import compute_device
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import ForwardPass, Record
-from opacus.core.record.recorder import Recorder
+from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, TwoPass
@@ -90,7 +88,6 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     NORM_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
     _sees_loss: ClassVar[bool] = True
-    _takes_lone_samples: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -172,16 +169,16 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 norm_sq = ledger.finish()
             if self._loss_scale is not None:
                 norm_sq = {n: v / self._loss_scale**2 for n, v in norm_sq.items()}
-            device = compute_device(next(self._module.parameters()))
             with part(FINAL_COMPUTE):
-                return self._norms.take(norm_sq, ledger.batch, device)
+                return self._norms.take(norm_sq, ledger.batch)
 
     @timed(CLIP_FACTORS)
     def clip(self) -> Factors:
         """Clipping factors of the latest norm pass: flat, or by parameter name."""
         limits = self._privacy.max_grad_norms
         if limits is None:
-            norms, privacy = self.per_sample_gradient_norms, self._privacy
+            norms, privacy = self._norms.whole, self._privacy
+            assert norms is not None
             return clip_flat(norms, privacy.sensitivity, privacy.clip_rule)
         by_name = dict(zip(self._norms.order, limits, strict=True))
         of_layers = {name: norm_sq.sqrt() for name, norm_sq in self._norms.by_name.items()}
@@ -244,9 +241,17 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         )
         strategy.limit_memory(self._module)
         strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
-        if self._takes_lone_samples and not self._watched() and not self._guards.sharded():
-            recorder.lone = lone_sample(recorder, strategy.receive_whole)
+        own_rules = any(isinstance(layer.rule, SamplerRule) for layer in recorder.layers)
+        if lone_sample_from_environment() and not (own_rules or self._watched()):
+            recorder.lone = self._lone_sample(strategy)
         return strategy
+
+    def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
+        """What runs batches of one sample without taps; ``None`` where every layer must be seen."""
+        recorder = self._recorder
+        if self._guards.sharded():
+            return None
+        return LoneSample(recorder.layers, strategy.receive_whole, recorder.layer_handles)
 
     def _receive(self, record: Record) -> None:
         if self.hooks_enabled:
@@ -258,17 +263,6 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def _make_sink(self) -> GradientSink:
         """Where the clipped sums of a single backward pass go."""
         return LocalSink(dict(self._module.named_parameters()))
-
-
-def lone_sample(
-    recorder: Recorder, receive: Callable[[ForwardPass, dict[str, Tensor]], None]
-) -> LoneSample | None:
-    """What runs batches of one sample without taps; ``None`` where every layer must be seen."""
-    layers = recorder.layers
-    own_rules = any(isinstance(layer.rule, SamplerRule) for layer in layers)
-    if own_rules or not lone_sample_from_environment():
-        return None
-    return LoneSample(layers, receive, recorder.layer_handles)
 
 
 class GradSampleModuleFastGradientClipping(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.layout import sum_gradients
+from opacus.core.ranks.lone_units import LoneSampleOfUnits
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
@@ -31,8 +32,10 @@ from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
+from opacus.core.record.whole import LoneSample
 from opacus.core.rules.tensor_parallel import TensorParallelRule
-from opacus.core.sums.strategy import Phase
+from opacus.core.sums.one_pass import OnePass
+from opacus.core.sums.strategy import Ghost, Phase
 from opacus.core.sums.terms import GradientSink
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -76,8 +79,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         ValueError: There is no process group, a trainable parameter is not sharded,
             ``data_layout`` is none of these, or the variable is neither 0 nor 1.
     """
-
-    _takes_lone_samples: ClassVar[bool] = False  # gradients of ranks meet in autograd
 
     def __init__(
         self,
@@ -145,8 +146,18 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.active(module) and not (recorder.in_backward or recorder.probed):
+        tapped = recorder.active(module) or recorder.bare
+        if tapped and not (recorder.in_backward or recorder.probed):
             self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
+
+    def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
+        """See there; where FSDP2 itself reduces the sum, it takes it from the layers' backward."""
+        shared = self.data_layout == "replicated" or tensor_parallel_names(self._module)
+        if shared or not isinstance(strategy, OnePass):
+            return None
+        return LoneSampleOfUnits(
+            self._module, self._recorder, strategy.receive_whole, strategy.limits
+        )
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
 
 from opacus.core.platform.sharded import is_dtensor
@@ -31,8 +29,6 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
         use_ghost_clipping: ``False`` forms per-sample gradients to take their norms.
         deferred_norm: Overrides the environment variable ``OPACUS_USE_DEFERRED_NORM``.
     """
-
-    _takes_lone_samples: ClassVar[bool] = False  # rules know the norms of split layers
 
     def __init__(
         self,

@@ -45,7 +45,12 @@ class AbstractGradSampleHooks(ABC):
         m: The module.
         batch_first: Whether activations have the batch in dimension 0 (else in 1).
         loss_reduction: ``"mean"`` or ``"sum"``, how the loss is reduced over samples.
+
+    Attributes:
+        _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
     """
+
+    _untapped: Sequence[tuple[str, nn.Parameter]] = ()
 
     def __init__(
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
@@ -127,7 +132,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
             RuntimeError: What the module raised; for an empty batch it says what to change, and
                 so it does where a layer's output got a row for each sample.
         """
-        self._follow_unfreezing()
+        if self._untapped:
+            self._follow_unfreezing()
         if self.privacy_unit is not None:
             args, kwargs = self._name_units(args, kwargs)
         try:

@@ -91,5 +91,5 @@ class DPAdamW(Optimizer):
 
 def tell_noise(optimizer: Any, std: float) -> None:
     """Let an optimizer that asks for it know the noise of the gradients it is about to use."""
-    if hasattr(optimizer, "noise_std") and math.isfinite(std):
+    if math.isfinite(std):
         optimizer.noise_std = std

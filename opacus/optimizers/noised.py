@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.profiling import NOISE, timed
+from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Single, divide
 from opacus.optimizers.adam import tell_noise
 
@@ -99,11 +99,14 @@ class NoisedSums:
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
-        divisor = 1.0
-        if self.loss_reduction == "mean":
-            divisor = self.expected_batch_size * self.accumulated_iterations
+        divisor, privacy = 1.0, self._privacy
+        if privacy.loss_reduction == "mean":
+            assert privacy.expected_batch_size is not None
+            divisor = privacy.expected_batch_size * self.accumulated_iterations
             divisor *= self._layout.world_size
-        tell_noise(self.original_optimizer, self._noise_std * self._layout.noise_spread / divisor)
+        if hasattr(self.original_optimizer, "noise_std"):
+            std = self._noise_std * self._layout.noise_spread
+            tell_noise(self.original_optimizer, std / divisor)
         self._divide(divisor)
 
     def _divide(self, divisor: float | Tensor) -> None:

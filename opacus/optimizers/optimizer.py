@@ -15,11 +15,11 @@ from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
+from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import gaussian
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.privacy.processed import mark_processed, unprocessed
 from opacus.core.ranks.layout import Sharded, Single
-from opacus.core.step.loss_scale import ScaledStep, scaled_step
+from opacus.core.step.loss_scale import NO_SCALER, ScaledStep, scaled_step
 from opacus.core.step.private_step import release
 from opacus.optimizers.noised import NoisedSums, check_processed
 from opacus.optimizers.penalties import PenalizedOptimizer
@@ -108,6 +108,8 @@ class DPOptimizer(
     _layout_class: ClassVar[type[Single]] = Single
     # GradScaler then calls step() after an overflow too, and says what it scaled by.
     _step_supports_amp_scaling: ClassVar[bool] = True
+    # Set by GradScaler while its step runs.
+    found_inf: Tensor | None = None
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -145,7 +147,7 @@ class DPOptimizer(
         self._step_skip_queue: list[bool] = []
         self._cleared_since_signal = False
         self._is_last_step_skipped = False
-        self._scaled = ScaledStep()
+        self._scaled = NO_SCALER
         self._overflowed = False  # in any physical batch since the last real step
         self._skipped_samples: int | Tensor = 0
         self._clipped_with = 0.0  # largest C of the batches in this step
@@ -290,7 +292,7 @@ class DPOptimizer(
 
     def take_batch(self) -> None:
         """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""
-        self._scaled = scaled_step(self)
+        self._scaled = NO_SCALER if self.found_inf is None else scaled_step(self)
         try:
             if self._scaled.overflow:
                 self._discard()
@@ -332,7 +334,7 @@ class DPOptimizer(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        elif not self.state and only_makes_state(self):
+        elif not self.original_optimizer.state and only_makes_state(self):
             return self.original_optimizer.step()
         self._step()
         if PROFILE.on and not self._is_last_step_skipped:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from opacus.core.privacy.processed import unprocessed, was_processed
+from opacus.core.privacy.gradients import unprocessed, was_processed
 from opacus.core.sums.seen import REPLAY_ADVICE
 from opacus.core.sums.sum_watch import SumWatch
 from opacus.core.sums.unreduced import Unreduced

@@ -40,6 +40,8 @@ class PenalizedOptimizer:
 
     def add_penalties(self) -> None:
         """Add the penalties' gradients to ``p.grad``, which is private now."""
+        if not self._penalties:
+            return
         parameters = [p for p in self.params if p.grad is not None]
         for penalty in self._penalties:
             with torch.enable_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opacus.core.privacy.processed import is_processed
+from opacus.core.privacy.gradients import is_processed
 
 
 class PerSampleGradients:

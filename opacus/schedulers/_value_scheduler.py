@@ -57,7 +57,7 @@ class ValueScheduler:
         setattr(self.optimizer, self._attribute, value)
 
     def _factor(self, epoch: int) -> float | None:
-        """Returns what the schedule multiplies the first value by up to `epoch`, if it is known."""
+        """Returns the schedule's total factor at `epoch`, None if it is not known."""
         return None
 
     def _resumed_value(self, factor: float | None, state: Mapping[str, Any]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from opacus.core.step.loss_scale import SCALING, calling_scaler
-from opacus.core.step.losses import MEANS, as_reduced, is_ctc, per_sample_losses
+from opacus.core.step.losses import MEANS, as_reduced, per_sample_losses, rows_of
 from opacus.core.step.private_step import clip_batch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -328,17 +328,21 @@ class DPLossFastGradientClipping:
         Raises:
             ValueError: The criterion did not give one loss (or more) a sample.
         """
-        losses = self._unreduced(args, kwargs)
-        named = self.module._recorder.passes.named
+        losses, passes = self._unreduced(args, kwargs), self.module._recorder.passes
+        named = passes.named
         if named is not None:
             sums = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
             return DPTensorFastGradientClipping(
                 self.module, self.optimizer, sums, self.loss_reduction
             )
+        samples = passes.latest_batch
         if shape is None:
-            self._refuse_joined(losses)
-        rows = self._rows(losses, args, kwargs)
-        losses = self._per_sample(losses, args, kwargs, self._samples(shape))
+            self._refuse_joined(losses, samples)
+        else:
+            passes.samples_are_told()
+            samples = int(shape[0])
+        rows = rows_of(self.criterion, losses, args, kwargs)
+        losses = self._per_sample(losses, rows, args, kwargs, samples)
         self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
@@ -356,22 +360,25 @@ class DPLossFastGradientClipping:
         return targets != ignored
 
     def _alone(self, args: Any, kwargs: Any, samples: int) -> Tensor:
-        return self._per_sample(self._unreduced(args, kwargs), args, kwargs, samples)
+        losses = self._unreduced(args, kwargs)
+        rows = rows_of(self.criterion, losses, args, kwargs)
+        return self._per_sample(losses, rows, args, kwargs, samples)
 
-    def _per_sample(self, losses: Any, args: Any, kwargs: Any, samples: int | None) -> Tensor:
+    def _per_sample(
+        self, losses: Any, rows: int | None, args: Any, kwargs: Any, samples: int | None
+    ) -> Tensor:
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         return per_sample_losses(
             losses,
-            rows=self._rows(losses, args, kwargs),
+            rows=rows,
             samples=samples,
             targets=targets,
             ignore_index=getattr(self.criterion, "ignore_index", None),
             reduction=self.loss_reduction,
         )
 
-    def _refuse_joined(self, losses: Any) -> None:
+    def _refuse_joined(self, losses: Any, samples: int | None) -> None:
         """Losses of several forward passes look like those of flattened sequences of the last."""
-        samples = self.module.latest_batch
         if samples is None or not isinstance(losses, Tensor) or losses.dim() != 1:
             return
         if losses.shape[0] == samples:
@@ -384,17 +391,6 @@ class DPLossFastGradientClipping:
                 "criterion and backward() for each part. If these are tokens of flattened "
                 "sequences, pass the shape that they had: criterion(..., shape=(batch, length))"
             )
-
-    def _samples(self, shape: Any) -> int | None:
-        """Number of samples: as told, else that of the model's latest batch."""
-        if shape is None:
-            return self.module.latest_batch
-        self.module._recorder.passes.samples_are_told()
-        return int(shape[0])
-
-    def _rows(self, losses: Any, args: Any, kwargs: Any) -> int | None:
-        ctc = is_ctc(self.criterion) and isinstance(losses, Tensor) and losses.dim() > 0
-        return len(losses) if ctc else _rows(args, kwargs)
 
     def _unreduced(self, args: Any, kwargs: Any) -> Any:
         losses = self._called(args, kwargs)
@@ -419,11 +415,3 @@ def _takes_reduction(criterion: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return "reduction" in parameters
-
-
-def _rows(args: Any, kwargs: Any) -> int | None:
-    """Number of rows that the criterion was called on."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    return None

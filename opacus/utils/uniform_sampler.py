@@ -59,7 +59,7 @@ class Coins:
 
     @classmethod
     def of(cls, key: RunKey, number: int, epoch: int = 0) -> Coins:
-        """Those of batch ``number`` of a run."""
+        """The random numbers of batch ``number`` of a run."""
         name = str(epoch) if epoch else ""
         streams = key.stream(SAMPLING, name), key.stream(f"{SAMPLING} by gaps", name)
         cut = key.stream(f"{SAMPLING} to cut", name)
@@ -133,14 +133,14 @@ def _draw_by_gaps(num_samples: int, sample_rate: float, coins: Coins) -> Tensor:
 
 
 class _Keyed(Sampler[list[int]]):
-    """A sampler whose coins come from a key, and whose passes have numbers that never come again.
+    """A sampler whose coins come from a key, and whose passes have numbers that are never reused.
 
     Attributes:
         key: where the coins come from; see `opacus.core.key.RunKey`.
         draws: what is known of the batches that were drawn.
         cyclic: whether all passes have the same batches.
         first: number of the batch that the next pass begins with.
-        most: items that stay of a batch (of this rank), the others are left out; `None` for all.
+        most: largest batch of this rank; further items are left out. `None`: no limit.
     """
 
     draws: Draws

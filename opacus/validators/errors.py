@@ -41,7 +41,7 @@ class UnsupportableModuleError(UnsupportedModuleError):
 
 
 class NotYetSupportedModuleError(UnsupportedModuleError):
-    """The module could be made private, but nobody has written that yet."""
+    """The module could be made private, but there is no implementation yet."""
 
 
 class IllegalModuleConfigurationError(UnsupportedModuleError):

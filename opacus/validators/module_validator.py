@@ -193,7 +193,7 @@ def _matters(module: nn.Module) -> bool:
 
 
 def _is_frozen_for_eval(module: nn.Module) -> bool:
-    """Whether eval mode is the cure: what it has learned in its statistics stays of use."""
+    """Whether eval mode solves it: the module has learned statistics that remain usable."""
     parameters = list(module.parameters())
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
     return frozen and isinstance(module, _BatchNorm) and module.running_mean is not None

@@ -11,7 +11,6 @@ from statistics import median
 import pytest
 
 from memory_test.benchmarks import experiment_plots, experiment_tables, measured, tables
-from memory_test.benchmarks.measured import OURS
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 SMALL_SERIES = Path(__file__).parents[1] / "memory_test" / "data" / "results"
@@ -40,26 +39,42 @@ def test_all_cells_are_in_one_file() -> None:
     assert len(tables.CELLS.read_text("utf-8").splitlines()) == len(measured.all_cells()) + 1
 
 
+def middle(values: list[float]) -> str:
+    return f"{median(values):.2f}× ({min(values):.2f}–{max(values):.2f})"
+
+
 def test_the_readme_gives_medians_and_ranges_over_all_cells() -> None:
     cells = measured.all_cells()
-    ours = [c for c in cells if (c.mode, c.package, c.deferred) == ("ghost_fsdp_bk", OURS, False)]
-    ratios = [c.ms / plain.ms for c in ours if (plain := measured.baseline(c, cells))]
-    line = next(
-        line for line in README.read_text("utf-8").splitlines() if "_fsdp_bk` | this" in line
-    )
-    found = [cell.strip() for cell in line.split("|")]
-    expected = f"{min(ratios):.2f}–{max(ratios):.2f}×"
-    assert found[4:7] == [str(len(ratios)), f"{median(ratios):.2f}×", expected]
+    text = README.read_text("utf-8")
+    rows = [[c.strip() for c in line.split("|")] for line in text.splitlines() if "×" in line]
+    modes = [row[2].strip("`") for row in rows]
+    assert {"ghost_fsdp_bk", "ghost_fsdp", "ghost_bk", "ghost", "hooks"} == set(modes)
+    for mode, row in zip(modes, rows, strict=True):
+        own = [c for c in cells if (c.mode, c.package, c.deferred) == (mode, row[3], False)]
+        pairs = [(c, plain) for c in own if (plain := measured.baseline(c, cells))]
+        times = [c.ms / plain.ms for c, plain in pairs]
+        memory = [c.peak_gb / plain.peak_gb for c, plain in pairs]
+        assert row[4:7] == [str(len(pairs)), middle(times), middle(memory)], row
 
 
 def test_the_plots_were_drawn_from_the_results() -> None:
     image = pytest.importorskip("PIL.Image")
-    shown = {Path(name).name for name in IMAGE.findall(PAGE.read_text("utf-8"))}
-    assert shown == {path.name for path in experiment_plots.FOLDER.glob("*.png")}
-    drawn = {picture.name: picture.source for picture in experiment_plots.all_pictures()}
-    for name in shown:
-        with image.open(experiment_plots.FOLDER / name) as picture:
-            assert picture.text["Source"] == drawn[name], f"{name}: {REDRAW}"
+    shown = {Path(name).name for path in tables.DOCUMENTS for name in images(path)}
+    for drawn in experiment_plots.PICTURES:
+        assert drawn.name in shown
+        with image.open(experiment_plots.FOLDER / drawn.name) as picture:
+            assert picture.text["Source"] == drawn.source, f"{drawn.name}: {REDRAW}"
+
+
+def images(page: Path) -> list[str]:
+    return IMAGE.findall(page.read_text("utf-8"))
+
+
+def test_every_picture_is_shown_and_exists() -> None:
+    pages = [tables.ROOT / "README.md", *(tables.ROOT / "docs").glob("**/*.md")]
+    shown = {(path.parent / name).resolve() for path in pages for name in images(path)}
+    assert all(path.is_file() for path in shown)
+    assert shown >= set((tables.ROOT / "docs").glob("images/*.png"))
 
 
 @pytest.fixture

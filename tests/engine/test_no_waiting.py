@@ -2,8 +2,9 @@
 
 What may wait, and why: ``loss.item()``, which the user asks for; a step under ``GradScaler``,
 which reads whether there was an overflow; under FSDP2 the comparison of the ranks' batches, which
-must come before they are summed: once with sharded data, in each step with replicated data. On a
-CPU, where that costs nothing, a step looks whether samples are excluded and whether norms by Gram
+must come before they are summed: once with sharded data, in each step with replicated data; and
+where records are weighted after the backward pass, an event, once: whether samples are excluded,
+since otherwise all that the layers recorded would have to be masked. On a CPU, where that costs nothing, a step looks whether samples are excluded and whether norms by Gram
 matrices have cancelled.
 """
 
@@ -119,7 +120,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # There the device itself decides on a replay that differs, and on norms to be mended.
     for module in (strategy, one_pass):
         monkeypatch.setattr(module, "compared", lambda seen, advice: (seen.differs(), None)[1])
-    monkeypatch.setattr(reference, "_settle", lambda a, g, total, size: total)
+    monkeypatch.setattr(reference, "_settle", lambda a, g, total: total[0])
 
 
 @pytest.mark.parametrize(("mode", "deferred"), MODES)

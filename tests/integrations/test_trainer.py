@@ -61,6 +61,15 @@ def test_without_noise_it_is_the_plain_trainer(tmp_path: Path, mode: str) -> Non
     assert len(ours.privacy_engine.accountant) == ours.state.global_step == 3
 
 
+def test_a_model_in_eval_mode_as_from_pretrained_gives_it(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "llama")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    assert not model.training
+    ours = trained(DPTrainer, model, tmp_path, Texts(), DPArguments(**HUGE), **FIXED, **SPLIT)
+    plain = trained(transformers.Trainer, llama(), tmp_path, Texts(), max_grad_norm=0, **FIXED)
+    assert differ(weights(plain.model), weights(ours.model)) < 1e-6
+
+
 def test_a_model_without_logits_is_the_plain_trainer_too(tmp_path: Path) -> None:
     data = Texts(lengths=(6,))
     plain = trained(transformers.Trainer, llama(), tmp_path, data, max_grad_norm=0, **FIXED)

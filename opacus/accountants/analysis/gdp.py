@@ -18,7 +18,7 @@ from opacus.accountants.history import (
     check_steps,
 )
 
-# Below, mu is past 1e130 and mu^2 would overflow: call it infinite, there is no privacy anyway.
+# Below this noise mu exceeds 1e130 and mu^2 overflows: infinity is returned, there is no privacy.
 _LEAST_NOISE = 0.04
 
 

@@ -36,12 +36,12 @@ _REACH = 14.0
 # Nodes per unit of min(s, s^2). The next poles of log(P / Q) are pi s^2 off the real axis, so the
 # error of the trapezoid rule is below e^(-2 pi^2 * 2.5), about 1e-21.
 _NODES_PER_UNIT = 2.5
-# Where P / Q bends is far from both peaks if s is small, so finer steps than 0.05 s buy nothing.
+# For small s, P / Q bends far from both peaks, so steps finer than 0.05 s gain nothing.
 _FINEST = 0.05
 # The log of a moment is at least 0 and rounds by a few units of the last place of 1; over ten
 # million steps that adds 1e-8 to epsilon, which is counted.
 _ROUNDING = 16 * np.finfo(np.float64).eps
-# 1 / s^2 overflows below; there is no privacy there anyway.
+# Below this noise 1 / s^2 overflows; there is no privacy then.
 _NO_NOISE = 1e-100
 
 

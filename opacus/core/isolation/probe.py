@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
-from opacus.core.privacy.parameter_hooks import has_hooks
+from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record

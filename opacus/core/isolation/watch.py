@@ -199,9 +199,9 @@ class WatchedRuns:
             front = leaf.movedim(watch.dims[place], 0)
             if len(front) != len(places) * each:
                 raise IncomparableError("its outputs have no row for each sample")
-            rows = torch.stack([cotangent[place].to(front.device) for place in places])
+            own = torch.stack([cotangent[place].to(front.device) for place in places])
             tensors.append(front)
-            grads.append(fitted(rows.flatten(0, 1), front))
+            grads.append(fitted(own.flatten(0, 1), front))
         return tensors, grads
 
 

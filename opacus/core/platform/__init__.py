@@ -1,1 +1,1 @@
-"""Torch and the machine: what is private to torch, times, memory."""
+"""Torch and the machine: private parts of torch, timing, memory."""

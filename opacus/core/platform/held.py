@@ -1,4 +1,4 @@
-"""Modules that are held weakly, so that what is kept of a step does not keep its model."""
+"""Weak references to modules, so that results of a step do not keep its model alive."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ PHASES = (
     NOISE,
     STEP,
 )
-# What a layer does in a backward pass that the user started.
+# Work of a layer in a backward pass that the user started.
 PER_SAMPLE_GRADIENTS = "Per-sample gradients"
 
 # Parts of the norm phases.
@@ -102,7 +102,7 @@ class Span:
 
 
 class StepProfile:
-    """What has been measured since the last step; one for the process, :data:`PROFILE`.
+    """Times measured since the last step; one for the process, :data:`PROFILE`.
 
     A phase does not count the phases inside it, so that their times add up.
 
@@ -121,7 +121,7 @@ class StepProfile:
         self._forget()
 
     def configure(self) -> None:
-        """Do as the environment says from now on; called when a model becomes private.
+        """Read the environment variables again; called when a model becomes private.
 
         Raises:
             ValueError: A variable is neither ``0`` nor ``1``; nothing has changed then.
@@ -264,7 +264,7 @@ def part(name: str) -> AbstractContextManager[None]:
 
 
 def layers(names: Iterable[str]) -> AbstractContextManager[None]:
-    """Measure the block as what the layers of these names do."""
+    """Measure the block as work of the layers with these names."""
     if PROFILE.on or profiler_state._is_profiler_enabled:
         return PROFILE.layers(list(names))
     return NOTHING

@@ -1,4 +1,4 @@
-"""How much is handled at once: every threshold of the core that trades memory for calls.
+"""Sizes handled at once: every threshold of the core that trades memory for calls.
 
 None of them changes a result. Each has its name here only; those of a kernel's tiles stand beside
 the kernel.

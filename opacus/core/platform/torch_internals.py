@@ -1,4 +1,4 @@
-"""The one place that reads what torch keeps private; each function has a public way out."""
+"""The only code that reads private parts of torch; each function has a public fallback."""
 
 from __future__ import annotations
 
@@ -60,23 +60,33 @@ def tensor_parallel_names(model: nn.Module) -> set[str]:
 
 
 def managed_names(model: nn.Module) -> set[str] | None:
-    """Names of the parameters in some FSDP2 unit; ``None`` if this torch does not tell."""
+    """Names of the parameters in FSDP2 units; ``None`` if this version of torch hides them."""
     names = {name for name, _, _ in _managed(model)}
     return names or (None if any(is_fsdp(m) for m in model.modules()) else set())
+
+
+def gathered_by(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """FSDP2's units, and the names in ``model`` of the parameters that each gathers."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    units: list[nn.Module] = [module for module in model.modules() if is_fsdp(module)]
+    return {unit: {name for name, _, _ in _in_unit(unit, names)} for unit in units}
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
     names = {id(p): n for n, p in model.named_parameters()}
     for module in model.modules():
-        if not is_fsdp(module):
-            continue
-        unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in _groups(unit):
-            for state in getattr(group, "fsdp_params", ()):
-                name = names.get(id(getattr(state, "sharded_param", None)))
-                if name is not None:
-                    yield name, group, state
+        if is_fsdp(module):
+            yield from _in_unit(module, names)
+
+
+def _in_unit(module: Any, names: dict[int, str]) -> Iterator[tuple[str, Any, Any]]:
+    unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in _groups(unit):
+        for state in getattr(group, "fsdp_params", ()):
+            name = names.get(id(getattr(state, "sharded_param", None)))
+            if name is not None:
+                yield name, group, state
 
 
 def _groups(unit: Any) -> list[Any]:
@@ -231,7 +241,7 @@ def number_of_backward() -> int:
 
 
 def roots_of_backward() -> list[Tensor]:
-    """What the backward pass that is running was started from; empty if it cannot be told.
+    """The tensors that the running backward pass started from; empty if unknown.
 
     Looks at the frames of Python: those of this thread, and of the one that waits for it where
     a device has a thread of its own.
@@ -260,7 +270,7 @@ def default_store() -> Any:
 
 
 def communication_state(model: nn.Module) -> str:
-    """How far each FSDP2 unit has come in a pass: equal where ranks have communicated equally."""
+    """The state of each FSDP2 unit within a pass, equal where ranks have communicated equally."""
     states = []
     for module in model.modules():
         state_of: Any = getattr(module, "_get_fsdp_state", None)
@@ -275,7 +285,7 @@ def communication_state(model: nn.Module) -> str:
 def reduced_at_once(model: nn.Module) -> Iterator[None]:
     """Let FSDP2 reduce gradients, whatever ``set_requires_gradient_sync`` has said.
 
-    What it keeps for later would come to parameters in a pass that measures, and look like a leak.
+    Gradients kept for later would reach parameters in a norm pass and look like a leak.
     """
     flags = ("reduce_grads", "all_reduce_grads")
     before = []

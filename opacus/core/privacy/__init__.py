@@ -1,1 +1,1 @@
-"""What is promised: the parameters of privacy, clipping, noise."""
+"""The privacy guarantee: its parameters, clipping, noise, keys."""

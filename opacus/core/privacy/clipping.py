@@ -131,6 +131,21 @@ def excluded_or_none(excluded: Tensor) -> Tensor | None:
     return None if excluded.device.type == "cpu" and not bool(excluded.any()) else excluded
 
 
+def read_excluded(excluded: Tensor) -> Tensor | None:
+    """:func:`excluded_or_none`, with the answer of a GPU, too, for which the host waits.
+
+    Worth it where otherwise all that layers recorded would have to be masked.
+    """
+    if not excluded.is_cuda or torch.cuda.is_current_stream_capturing():
+        return excluded_or_none(excluded)
+    answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+    answer.copy_(excluded.any(), non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(excluded.device))
+    there.synchronize()
+    return excluded if bool(answer) else None
+
+
 def clip_each(norms: Mapping[str, Tensor], limits: Mapping[str, float]) -> ClippedEach:
     """Factors of per-layer clipping (McMahan et al., arXiv:1710.06963).
 

@@ -28,7 +28,7 @@ from opacus.core.privacy.key import RunKey
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """How the noise of a run hangs together, and how often a sample takes part in it.
+    """The correlation of a run's noise, and how often a sample takes part.
 
     Attributes:
         weights: Of the white draws of this step and of those before it; the first is 1.
@@ -77,8 +77,7 @@ class CorrelatedNoise:
     ) -> CorrelatedNoise:
         """Weights with a small mean squared error of prefix sums (BandInvMF, arXiv 2505.12128).
 
-        Found by descent from :meth:`square_root`, than which they are never worse. With few bands
-        they are clearly better.
+        Found by descent from :meth:`square_root`: never worse, and clearly better with few bands.
 
         Args:
             bands, steps, separation: See :meth:`square_root`.
@@ -111,7 +110,7 @@ class CorrelatedNoise:
 
     @functools.cached_property
     def sensitivity(self) -> float:
-        """Largest ``||C u||`` over who may take part when, gradients having norm 1.
+        """Largest ``||C u||`` over all allowed participations, for gradients of norm 1.
 
         Exact where C's coefficients fall and are not negative (arXiv 2405.13763, theorem 2), as
         those of :meth:`square_root` are; otherwise of a matrix that exceeds them, which bounds it.
@@ -184,7 +183,7 @@ class Split(Protocol):
 
 
 class Correlation:
-    """Correlated noise of one run: what it has begun with, and who has taken part when.
+    """Correlated noise of one run: its start, and when each part of the data took part.
 
     Args:
         plan: What it keeps to.
@@ -213,7 +212,7 @@ class Correlation:
             number: Of the step.
 
         Raises:
-            RuntimeError: Samples of the part may have taken part too short a time ago.
+            RuntimeError: Samples of the part may have taken part too recently.
         """
         if self.split is None:
             raise RuntimeError(
@@ -272,7 +271,7 @@ class Correlation:
         """Refuse the state of a run with other noise.
 
         Raises:
-            ValueError: It says in what they differ.
+            ValueError: It names what differs.
         """
         saved = state.get("plan") if isinstance(state, dict) else None
         if saved != self._described():

@@ -1,4 +1,4 @@
-"""Items that a Poisson sampler drew, compared with the samples that a step saw.
+"""Compares the items that a Poisson sampler drew with the samples that a step saw.
 
 Note [Items are samples]
     The accountant counts items of the data set: each is in a batch with the sample rate. What

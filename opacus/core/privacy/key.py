@@ -3,7 +3,7 @@
 A run has one secret key, from the operating system. Every random number of the guarantee is a
 function of that key, its purpose (noise, sampling), the step, the parameter's name and the number
 of the element (or of the data set's item). So the numbers are the same on any number of ranks and
-devices, the global seed does not change them, and none comes twice: the step only ever grows.
+devices, the global seed does not change them, and none is used twice: the step number only grows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOISE, COUNT, APART, SAMPLING, ROUNDING = "noise", "count", "apart", "sampling",
 
 @dataclass(frozen=True)
 class Key:
-    """A secret of 32 bytes. Who knows it can recompute, and so remove, the noise.
+    """A secret of 32 bytes. Whoever knows it can recompute, and so remove, the noise.
 
     Attributes:
         secret: The bytes.
@@ -48,7 +48,7 @@ class Key:
 
 
 class RunKey:
-    """The key of a run and the number of its next step, which never comes again.
+    """The key of a run and the number of its next step, which is never reused.
 
     The secret comes from the operating system. It comes from a seed instead where that is asked
     for: with a generator, or with ``OPACUS_REPRODUCIBLE=1`` (then from torch's global generator on
@@ -132,7 +132,7 @@ class RunKey:
         return next((key for end, key in self._earlier if number < end), self.key)
 
     def follow(self, old: RunKey) -> None:
-        """Give out no number that another key has had; its past numbers stay its own."""
+        """Continue after the numbers of another key, whose past numbers stay its own."""
         self.at_least(old.numbers)
         self.keeps_past = old.keeps_past
         if old.keeps_past and old.step:
@@ -140,7 +140,7 @@ class RunKey:
 
     @property
     def step(self) -> int:
-        """Number of the next step's noise: how many steps have had theirs."""
+        """Number of the next step's noise, equal to the number of steps with noise so far."""
         return self._next.get(NOISE, 0)
 
     @property
@@ -149,7 +149,7 @@ class RunKey:
         return dict(self._next)
 
     def advance(self, purpose: str) -> int:
-        """A number that this purpose has not had before; call it on all ranks alike."""
+        """A number that this purpose has not used before; call it on all ranks."""
         number = self._next.get(purpose, 0)
         self._next[purpose] = number + 1
         return number
@@ -165,7 +165,7 @@ class RunKey:
         self._derived.clear()
 
     def adopt(self, secret: bytes) -> None:
-        """Have this secret."""
+        """Use this secret."""
         self._key = Key(secret)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from opacus.core.kernels.noise.regions import Region, regions_of
 from opacus.core.platform.sharded import compute_devices, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
-# What wrappers put before a parameter's name.
+# Prefixes that wrappers add to parameter names.
 _WRAPPERS = ("_module.", "module.", "_orig_mod.")
 _INNER_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

@@ -1,1 +1,1 @@
-"""Who holds what: meshes, reductions, and ranks that must agree."""
+"""The ranks: meshes, reductions, and agreement between ranks."""

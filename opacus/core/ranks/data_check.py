@@ -1,4 +1,4 @@
-"""Compares what ranks are fed with what was said about it."""
+"""Compares the batches of the ranks with the declared data layout."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Single:
 
     Attributes:
         key: Key of the run.
-        correlation: How the noise of steps hangs together; ``None`` if it is independent.
+        correlation: How the noise of steps is correlated; ``None`` if it is independent.
         grid: Sums with noise are rounded to this part of it; ``None``: in secure mode only.
     """
 
@@ -93,7 +93,7 @@ class Single:
         return 1.0 if self.correlation is None else self.correlation.spread
 
     def skip_noise(self) -> None:
-        """A step was skipped: correlated noise knows when a sample takes part by its number."""
+        """A step was skipped: correlated noise counts steps to know when a sample takes part."""
         if self.correlation is not None:
             self.key.advance(NOISE)
 

@@ -1,4 +1,4 @@
-"""Ranks tell each other by the store that joined them what they are about to do.
+"""Ranks announce what they are about to do through the store that joined them.
 
 For moments at which a collective could hang because ranks may not agree on the next one. No
 collective, and nothing on the device; a meeting costs some round trips to the store.
@@ -25,7 +25,7 @@ _SAME, _DIFFER = b"same", b"differ"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks said: ``None`` for one that was not there in time."""
+    """The values of the ranks; ``None`` for one that did not come in time."""
 
     said: dict[int, str | None]
 

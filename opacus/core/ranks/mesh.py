@@ -1,4 +1,4 @@
-"""Who holds what: the ranks that share a model, along the axes of its meshes."""
+"""The ranks that share a model, along the axes of its meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goes on after an error in a backward pass under FSDP2, on all ranks or on none.
+"""Continues after an error in a backward pass under FSDP2, on all ranks or on none.
 
 An error in the middle of a backward pass leaves FSDP2 with units that are still gathered and
 reductions that nobody ended: the next step would find no gradient. They are put back at once.

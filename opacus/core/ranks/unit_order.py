@@ -1,4 +1,4 @@
-"""Notices that ranks run different FSDP2 units before they wait for each other for ever.
+"""Detects ranks that run different FSDP2 units before they wait for each other for ever.
 
 FSDP2 gathers a unit's parameters when the unit runs. Where one rank runs a unit and another
 leaves it out, their next gathers are of different units: they hang, or, if the units are of one

@@ -1,4 +1,4 @@
-"""Lets ranks take different ways through a model without waiting for each other.
+"""Lets ranks take different paths through a model without waiting for each other.
 
 FSDP2 reduces the gradients of a unit in one call, of those parameters that have one. A
 branch that only some ranks' batches take (an expert, a second modality) would give that

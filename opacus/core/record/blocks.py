@@ -1,4 +1,4 @@
-"""What it takes to run a block of the model again: what it was given, and its output's gradient.
+"""The data to run a block of the model again: its arguments, and its output's gradient.
 
 Note [Visits]
     Hooks on the blocks keep the arguments of each run of a block, which autograd or a
@@ -80,7 +80,7 @@ class Visit:
 
     @property
     def bytes(self) -> int:
-        """What a replay needs to be kept."""
+        """The tensors that a replay needs."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def run(self) -> Tensor:
@@ -110,7 +110,7 @@ class Visit:
         return found[0]
 
     def versions_now(self) -> list[int]:
-        """How often what it was given, and its output's gradient, have been changed in place."""
+        """Version counters of its arguments and of its output's gradient."""
         return [t._version for t in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:

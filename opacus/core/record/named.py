@@ -43,7 +43,7 @@ class NamedUnits:
             batch_dim: Its dimension of rows.
 
         Raises:
-            ValueError: Whose tokens these are is not known; names the layer.
+            ValueError: The units of the tokens are unknown; names the layer.
         """
         if self.ids.dim() == 1:
             rows = Units(len(self.ids), dim=batch_dim) if units is None else units

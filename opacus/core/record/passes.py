@@ -31,6 +31,7 @@ class Passes:
         current: The call of the model that runs.
         generation: The latest one.
         latest_batch: Number of samples of the latest call, where its inputs tell.
+        told: The same, if its inputs leave no doubt.
         named: Units of the latest batch, if the user names them.
     """
 
@@ -39,6 +40,7 @@ class Passes:
         self.current: ForwardPass | None = None
         self.generation = Generation()
         self.latest_batch: int | None = None
+        self.told: int | None = None
         self.named: NamedUnits | None = None
         self._sizes: frozenset[int] = frozenset()
         self._warned_of_joining = False
@@ -56,6 +58,7 @@ class Passes:
         named = self.named if batch != 0 else None
         if named is not None:
             self._sizes = frozenset()
+        self.told = batch if batch is not None and self._sizes <= {batch, 1} else None
         self.current = ForwardPass(self.generation, batch, self._sizes, named=named)
         self.generation.calls.add(self.current)
         return self.current
@@ -68,12 +71,6 @@ class Passes:
             yield
         finally:
             self.current = before
-
-    @property
-    def told(self) -> int | None:
-        """Number of samples of the latest call, if its inputs leave no doubt."""
-        batch = self.latest_batch
-        return batch if batch is not None and self._sizes <= {batch, 1} else None
 
     def end(self) -> ForwardPass | None:
         """The call has ended, or failed; returns it."""

@@ -18,7 +18,7 @@ from opacus.core.rules.spec import LayerSpec
 
 
 class IndexCheck:
-    """Refuses table look-ups whose rows cannot be told from samples.
+    """Refuses table look-ups whose rows cannot be distinguished from samples.
 
     Indices of shape ``[T]`` or ``[T, T]`` (relative positions) have no row for each
     sample. Where T is not the batch size that is found out by counting. Where it is, such
@@ -48,7 +48,7 @@ class IndexCheck:
         self._looked_up: set[str] = set()  # tables
         self._passes = 0  # that were followed
         self.follows = False  # whether `ran` has to be told of layers now
-        # Uses of tables (the how manieth in a forward pass) with a row for each sample.
+        # Uses of tables (by their number within a forward pass) with a row for each sample.
         self._known: set[tuple[str, int]] = set()
         self._uses: dict[str, int] = {}
         self._running = False
@@ -237,7 +237,7 @@ def batch_of(inputs: Any, dim: int) -> int | None:
 
 
 def possible_batches(inputs: Any, dim: int) -> frozenset[int]:
-    """Every number of samples that a model's inputs allow; empty if they tell nothing.
+    """Every number of samples that a model's inputs allow; empty if unknown.
 
     Where tensors disagree on :func:`batch_of`, a layer may still have to have as many rows as
     one of them: what was flattened, joined along the batch or cut into windows has not.

@@ -1,4 +1,4 @@
-"""Which forward pass a backward pass has come to, for layers that a checkpoint computes again.
+"""Identifies the forward pass of layers that a checkpoint recomputes in the backward pass.
 
 Note [Compiled blocks in checkpoints]
     A checkpoint drops what a compiled graph saves, the number of each layer's use too, and runs the

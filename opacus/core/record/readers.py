@@ -3,8 +3,8 @@
 A container without a forward (``ParameterList``, ``ParameterDict``, a bare ``Module``) computes
 nothing, so its parameters are read by the module that holds it, as are those of which
 ``torch.nn.utils.parametrize`` makes that module's weight. A module that reads parameters of a part
-which has a forward names that part in its attribute ``reads_parameters_of``. If a module reads
-them elsewhere after all, autograd delivers their gradient past the taps, and the step is refused.
+which has a forward names that part in its attribute ``reads_parameters_of``. If a module reads them
+elsewhere after all, their gradient bypasses the taps, and the step is refused.
 """
 
 from __future__ import annotations

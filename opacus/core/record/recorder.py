@@ -115,14 +115,15 @@ class Recorder(Taps):
 
     def ran_bare(self, losses: Tensor) -> bool:
         """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
-        return self.lone is not None and self.lone.ran_for(losses, self)
+        lone = self.lone
+        return lone is not None and bool(lone.alive) and lone.ran_for(losses, self)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
             return None
-        if not torch.compiler.is_compiling():
-            prepare_for_graphs(PLAIN)  # should torch.compile have been imported meanwhile
+        if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+            prepare_for_graphs(PLAIN)  # it may have been imported meanwhile
         self.end_lone()
         self.put_back()
         if not self.enabled:
@@ -133,8 +134,8 @@ class Recorder(Taps):
             current.made_up = True
             return with_a_row(args, kwargs, passes.dim)
         self.whose.begin(module, inputs, passes.told, passes.dim, recorded=recorded)
-        lone = self.lone if passes.named is None else None
-        if lone is not None and lone.takes(current.batch) and recorded and not under_functorch():
+        lone = self.lone if current.batch == 1 and passes.named is None else None
+        if lone is not None and lone.ready and recorded and not under_functorch():
             self.bare = lone.begin(current)
         return None
 
@@ -153,7 +154,7 @@ class Recorder(Taps):
         """The model's forward has ended, even by an interruption: all is in its place again."""
         if self.in_backward:
             return
-        if self.lone is not None:
+        if self.lone is not None and self.lone.running:
             self.lone.end()
         self.bare = False
 

@@ -1,4 +1,4 @@
-"""Follows, while a model computes, whose rows its tensors have: the samples', or nobody's."""
+"""Tracks which tensors have one row per sample while the model runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SampleRows(TorchFunctionMode):
 
     *Moved*: the output of a layer with new dimensions in front, such as ``positions[None]``.
 
-    Operations that are not known end a trail: a tensor may be missed, but none is taken for what
-    it is not. Tensors are not kept alive.
+    Unknown operations end a trail: false negatives are possible, false positives are not. Tensors
+    are not kept alive.
 
     Args:
         inputs: Of the model; those whose first dimension is ``batch`` are of samples.
@@ -57,7 +57,7 @@ class SampleRows(TorchFunctionMode):
         return found is not None and found[0] == tensor.stride(0)  # not so after t_()
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Whether no input of the model has to do with the tensor, nor with its size."""
+        """Whether neither the tensor nor its size depends on an input of the model."""
         return isinstance(tensor, nn.Parameter) or tensor in self._fixed
 
     def note_layer(self, spec: LayerSpec, inputs: Iterable[Any], output: Tensor) -> None:

@@ -38,7 +38,7 @@ from opacus.core.record.record import (
     tap_one,
 )
 from opacus.core.record.regroup import record_by_unit
-from opacus.core.record.whole import LoneSample, only_whole
+from opacus.core.record.whole import LoneSample
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -107,12 +107,8 @@ class Taps:
         if self.lone is None or self.in_backward or self.passes.current is not None:
             return True
         # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
-        return number_of_backward() < 0 or not self.only_lone_samples_wait()
-
-    def only_lone_samples_wait(self) -> bool:
-        """Whether all forward passes that wait for their backward run without taps."""
-        alive = self.lone is not None and bool(self.lone.alive)
-        return alive and only_whole(self.passes.generation.waiting)
+        waiting = self.passes.generation.waiting
+        return number_of_backward() < 0 or not self.lone.waits_alone(waiting)
 
     def tap(
         self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None

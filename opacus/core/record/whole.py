@@ -13,7 +13,7 @@ Note [Parameters through one node]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class LoneSample:
             ``[*shape]`` by parameter name, without gradient tracking.
         handles: Of each layer's hooks, the one before and the one after it has run, which
             have nothing to do while no layer is tapped.
+
+    Attributes:
+        running: Whether aliases may be in the places of parameters.
+        ruled_out: Why batches of one sample are tapped like others; ``None`` if they are not.
+        alive: Forward passes whose graphs are not gone yet.
     """
 
     def __init__(
@@ -65,12 +70,11 @@ class LoneSample:
         self._handles = handles
         self._sink = sink
         self._off_duty: list[Any] = []  # those that are taken off
+        self.running = False
         self._proven = False
-        # Why batches of one sample are tapped like others; ``None`` if they are not.
         self.ruled_out: str | None = None
         self._replaced: list[Place] = []
         self._off: TakenOff = []
-        # Forward passes whose graphs are not gone yet.
         self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
 
     @property
@@ -98,9 +102,9 @@ class LoneSample:
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
             self._off_duty += [before] if layer.spec.name in watched else [before, after]
 
-    def takes(self, batch: int | None) -> bool:
-        """Whether a batch of so many samples runs without taps."""
-        return batch == 1 and self.ready
+    def waits_alone(self, waiting: Collection[Any]) -> bool:
+        """Whether all forward passes that wait for their backward run without taps."""
+        return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
 
     def begin(self, forward_pass: ForwardPass) -> bool:
         """The model's forward begins: put the aliases in the places of the parameters.
@@ -109,6 +113,7 @@ class LoneSample:
             Whether it was done: not inside another private model that has done so.
         """
         self.end()
+        self.running = True
         parameters: dict[str, nn.Parameter] = {}
         places = []
         for layer in self._layers:
@@ -128,24 +133,26 @@ class LoneSample:
                     places.append((own, local, owner, parameter))
         if not places:
             return False
-        use = WholeUse(forward_pass, tuple(parameters), self._sink)
-        forward_pass.generation.waiting.add(use)
-        self.alive.add(use)
-        aliases = dict(
-            zip(parameters, _Aliases.apply(ANCHOR, use, list(parameters.values())), strict=True)
-        )
+        aliases = aliases_of(parameters, self._waiting(WholeUse(forward_pass, self._sink)))
         for own, local, owner, parameter in places:
             self._replaced.append((own, local, parameter, aliases[owner]))
             own[local] = aliases[owner]  # type: ignore[assignment]
         self._off = take_off(self._off_duty)
         return True
 
+    def _waiting(self, use: WholeUse) -> WholeUse:
+        """The use, which waits for its backward pass from now on."""
+        use.forward_pass.generation.waiting.add(use)
+        self.alive.add(use)
+        return use
+
     def end(self) -> None:
         """The model's forward has ended or failed: the parameters are back in their places.
 
         What the forward has assigned to ``weight.data``, or put in a parameter's place, stays.
         """
-        put_back(self._off)
+        if self._off:
+            put_back(self._off)
         while self._replaced:
             own, local, parameter, alias = self._replaced.pop()
             if own.get(local) is not alias:
@@ -153,6 +160,7 @@ class LoneSample:
             own[local] = parameter
             if alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
                 parameter.data = alias.data
+        self.running = False
 
     def ran_for(self, losses: Tensor, sink: Sink) -> bool:
         """Whether the first use of the model that is found in the graph of ``losses`` was bare.
@@ -175,7 +183,7 @@ class LoneSample:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replaced": [], "_off": [], "alive": None}
+        return {**self.__dict__, "_replaced": [], "_off": [], "running": False, "alive": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, alive=weakref.WeakSet())
@@ -184,24 +192,29 @@ class LoneSample:
 class WholeUse:
     """One forward pass on one sample, until its graph is gone."""
 
-    __slots__ = ("__weakref__", "_names", "_sink", "forward_pass")
+    __slots__ = ("__weakref__", "_sink", "forward_pass")
 
-    def __init__(self, forward_pass: ForwardPass, names: tuple[str, ...], sink: WholeSink) -> None:
+    def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
         self.forward_pass = forward_pass
-        self._names = names
         self._sink = weakref.WeakMethod(sink)
 
-    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Hand on the gradients of one backward pass; what took no part has none."""
+    def deliver(self, grads: dict[str, Tensor]) -> None:
+        """Hand on the gradients of one backward pass, by parameter name."""
         sink = self._sink()
         if sink is None:
             raise RuntimeError("the private model was deleted before backward()")
         generation = self.forward_pass.generation
         generation.waiting.discard(self)
         generation.begun = True
-        pairs = zip(self._names, grads, strict=True)
         with torch.no_grad():
-            sink(self.forward_pass, {n: g.detach() for n, g in pairs if g is not None})
+            sink(self.forward_pass, {name: grad.detach() for name, grad in grads.items()})
+
+
+def aliases_of(parameters: Mapping[str, nn.Parameter], use: WholeUse) -> dict[str, Tensor]:
+    """Aliases of parameters, by name, through one node; their gradients go to ``use``."""
+    names = tuple(parameters)
+    aliases = _Aliases.apply(ANCHOR, use, names, list(parameters.values()))
+    return dict(zip(names, aliases, strict=True))
 
 
 class _Aliases(torch.autograd.Function):
@@ -209,19 +222,19 @@ class _Aliases(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, use: WholeUse, parameters: list[nn.Parameter]
+        ctx: Any,
+        anchor: Tensor,
+        use: WholeUse,
+        names: tuple[str, ...],
+        parameters: list[nn.Parameter],
     ) -> tuple[Tensor, ...]:
-        ctx.use = use
+        ctx.use, ctx.names = use, names
         ctx.stands_for_parameters = True  # see is_alias
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.use.deliver(grads)
-        return None, None, None
-
-
-def only_whole(waiting: Collection[Any]) -> bool:
-    """Whether all forward passes that wait for their backward run without taps."""
-    return all(isinstance(use, WholeUse) for use in waiting)
+        pairs = zip(ctx.names, grads, strict=True)  # what took no part has none
+        ctx.use.deliver({name: grad for name, grad in pairs if grad is not None})
+        return None, None, None, None

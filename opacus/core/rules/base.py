@@ -46,7 +46,9 @@ class LayerRule:
     # Parameters whose per-sample gradients are small beside activations and backprops: formed
     # once where the layer's record is kept for the sum of the others.
     light: tuple[str, ...] = ()
-    # Whether inputs are taken as they are: some are no rows, or differ from the output in dtype.
+    # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
+    bilinear: tuple[str, ...] = ()
+    # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.
     batch_leads: bool | None = None
@@ -163,7 +165,7 @@ class LayerRule:
         return (x,), g
 
     def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
-        """Where gradients are sums over all but some last dimensions of input and output.
+        """The feature dimensions of a layer whose gradient is a sum over all other dimensions.
 
         Returns:
             The numbers of those last dimensions, or ``None`` for a layer of another kind.
@@ -199,7 +201,7 @@ def check_batch(spec: LayerSpec, activations: Any, backprops: Any, batch: int) -
 
 
 def unsupported(spec: LayerSpec, activations: Any, backprops: Any, reason: str) -> ValueError:
-    """The error for a case that a rule cannot do."""
+    """The error for a case that a rule does not support."""
     if not isinstance(activations, tuple):  # a Call
         activations = (activations.args, activations.kwargs)
     return ValueError(

@@ -22,7 +22,7 @@ class UnitGradients(LayerRule):
     """The rule of a record that holds the units' gradients themselves.
 
     Activations are the gradients ``[n, *shape]``, in the order of ``spec.params``; backprops are
-    ``[n]``, what each is multiplied by.
+    ``[n]`` multipliers.
     """
 
     def per_sample_grad(

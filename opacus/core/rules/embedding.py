@@ -21,7 +21,7 @@ from opacus.core.rules.spec import LayerSpec
 
 
 class _TableRule(LayerRule):
-    """What both kinds of table share, once the lookups are known."""
+    """Code shared by both kinds of table, given the lookups."""
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any

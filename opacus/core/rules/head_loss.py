@@ -1,4 +1,4 @@
-"""A linear head together with the cross-entropy of its logits, which are never all there."""
+"""A linear head with the cross-entropy of its logits, which are never all in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HiddenGradient:
         self._value: Tensor | None = None
 
     def room(self, head: Head, grads: Tensor) -> Tensor | None:
-        """``[B, T, d]`` zeros for the gradient, ``None`` if it is not wanted (any more)."""
+        """``[B, T, d]`` zeros for the gradient, ``None`` if it is not needed (any more)."""
         if not self._open or self._of is not None:
             return None
         self._of = grads, grads._version

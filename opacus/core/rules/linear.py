@@ -18,6 +18,7 @@ class LinearRule(LayerRule):
     """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
 
     light = ("bias",)
+    bilinear = ("weight",)
 
     def features(self, spec: LayerSpec) -> int:
         return 1

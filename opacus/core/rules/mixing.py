@@ -26,11 +26,14 @@ class MixingCheck:
 
     Args:
         model: The model; its norms are looked up once.
+
+    Attributes:
+        norms: Layers that may mix samples, with their names.
     """
 
     def __init__(self, model: nn.Module) -> None:
         norms = (_BatchNorm, _InstanceNorm)
-        self._norms = [(n, m) for n, m in model.named_modules() if isinstance(m, norms)]
+        self.norms = [(n, m) for n, m in model.named_modules() if isinstance(m, norms)]
 
     def check(self) -> None:
         """A private forward pass is about to start.
@@ -38,7 +41,7 @@ class MixingCheck:
         Raises:
             NotImplementedError: Names the layers.
         """
-        mixing = [f"'{name}' ({type(m).__name__})" for name, m in self._norms if mixes_samples(m)]
+        mixing = [f"'{name}' ({type(m).__name__})" for name, m in self.norms if mixes_samples(m)]
         if mixing:
             raise NotImplementedError(
                 f"layers {', '.join(mixing)} are in train mode: they would normalise samples by "

@@ -1,4 +1,4 @@
-"""What the rules need to know about a layer; never its parameters' values."""
+"""The description of a layer that rules use; never its parameters' values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose rows a layer has: the privacy unit of each row, as a value that travels with a record.
+"""The privacy unit of each row of a layer, as a value that travels with a record.
 
 A *unit* is what differs between neighbouring data sets: a sample, a user, a document of a packed
 row. What is clipped is the gradient of a unit: the sum over all rows that belong to it.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Whose rows the output of a layer has, where row i is not unit i.
+    """The unit of each row of a layer's output, where row i is not unit i.
 
     Exactly one of ``dim``, ``block`` and ``ids`` is given.
 
@@ -143,7 +143,7 @@ def in_order(ids: Tensor, count: int, batch_dim: int) -> Tensor | None:
 
 
 def only_unit(shape: torch.Size, batch_dim: int) -> Units | None:
-    """The units of a tensor in a batch of one, whose are all rows; see :func:`units_of`."""
+    """The units of a tensor in a batch of one, which owns all rows; see :func:`units_of`."""
     one_row = len(shape) > batch_dim and shape[batch_dim] == 1
     return None if one_row else Units(1, block=shape[0])
 

@@ -42,6 +42,9 @@ class ScaledStep:
     active: bool = False
 
 
+NO_SCALER = ScaledStep()
+
+
 def calling_scaler(functions: frozenset[str]) -> GradScaler | None:
     """The scaler in one of whose ``functions`` the caller runs, or None."""
     frame: FrameType | None = sys._getframe(1)
@@ -67,7 +70,7 @@ def scaled_step(optimizer: Any) -> ScaledStep:
     """
     found = getattr(optimizer, "found_inf", None)
     if found is None:
-        return ScaledStep()
+        return NO_SCALER
     scale: Any = getattr(optimizer, "grad_scale", None)
     divided = scale is None
     if divided:

@@ -39,6 +39,22 @@ def as_reduced(criterion: Any, losses: Any, args: Any, kwargs: Any, reduction: s
     return losses / torch.as_tensor(lengths, device=losses.device).clamp(min=1)
 
 
+def rows_of(criterion: Any, losses: Any, args: Any, kwargs: Any) -> int | None:
+    """Number of rows that a criterion was called on; ``None`` if its arguments do not tell.
+
+    Args:
+        criterion: The user's.
+        losses: What it returned without reduction.
+        args: What it was called with.
+        kwargs: The same.
+    """
+    if is_ctc(criterion) and isinstance(losses, Tensor) and losses.dim() > 0:
+        return len(losses)
+    given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 0)
+    first = next(given, None)
+    return None if first is None else first.shape[0]
+
+
 def per_sample_losses(
     losses: Any,
     *,

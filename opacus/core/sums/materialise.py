@@ -16,8 +16,7 @@ from opacus.core.norms.ledger import check_sizes
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import WAITING_SHARE
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
-from opacus.core.privacy.parameter_hooks import refuse_hooks
-from opacus.core.privacy.processed import is_processed
+from opacus.core.privacy.gradients import is_processed, refuse_hooks
 from opacus.core.record.record import Generation, Record, trains
 from opacus.core.rules.base import pad_rows
 
@@ -74,7 +73,7 @@ class Materialise:
             self._join(key)
 
     def _drop_abandoned(self, key: tuple[str, int, int]) -> None:
-        """Forget what an earlier backward pass left behind when it failed."""
+        """Drop leftovers of a backward pass that failed."""
         for old in list(self._waiting):
             if old[1] != key[1] and old[2] != key[2]:
                 del self._waiting[old], self._elements[old]

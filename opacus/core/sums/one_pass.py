@@ -25,7 +25,7 @@ from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, Terms
+from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 
 
@@ -79,6 +79,9 @@ class OnePass(Ghost):
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 self.limits.ran_out(planner.held_bytes, planner.largest_block)
+                lone = self.recorder.lone
+                if lone is not None and lone.alive:
+                    lone.rule_out("memory has run out")  # with taps less can be held
             if planner.blocks is not None:
                 planner.blocks.start()
             raise
@@ -96,7 +99,7 @@ class OnePass(Ghost):
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
-        if self.ledger.kept.whole:
+        if self.ledger.kept.whole and isinstance(self.sink, LocalSink):
             self._sum_whole(clipped)
             return
         ledger, self.ledger = self.ledger, None

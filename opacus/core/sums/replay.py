@@ -25,7 +25,7 @@ class Replay:
         agreed: Blocks that any rank replays.
         visits: Those of this rank.
         weighting: Of the records.
-        seen: What their records looked like when they were measured.
+        seen: Fingerprints of their records in the norm pass.
         recording: Context in which layers are tapped as of a forward pass, for the sink given.
     """
 

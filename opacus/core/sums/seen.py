@@ -19,18 +19,18 @@ from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sharded import local_of
 from opacus.core.record.record import Record
 
-# Relative difference of norms of rows that are still the same.
+# Relative difference of norms up to which rows count as equal.
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-4}
 TOLERANCE_OF_HALF = 1e-2
 
 
 class Sight(NamedTuple):
-    """What one record looked like.
+    """The fingerprint of one record.
 
     Attributes:
         layer: Of the record.
         norms: ``[rows]`` norms of its tensors.
-        tolerance: Relative difference that is none.
+        tolerance: Relative difference that is ignored.
     """
 
     layer: str
@@ -39,7 +39,7 @@ class Sight(NamedTuple):
 
 
 class Seen:
-    """What a backward pass showed of each use of each layer, and what its replay shows.
+    """Fingerprints of each use of each layer in a backward pass and in its replay.
 
     Args:
         all_tensors: Whether the replay computes activations anew, of layers in no checkpoint too.

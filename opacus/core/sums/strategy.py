@@ -19,8 +19,7 @@ from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_e
 from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
 from opacus.core.privacy.clipping import Factors
-from opacus.core.privacy.parameter_hooks import foreign_gradients, refuse_hooks
-from opacus.core.privacy.processed import was_processed
+from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.limits import Limits
@@ -154,6 +153,9 @@ class Ghost:
                 samples are in the clipped sum already.
         """
         refuse_hooks(self.parameters)
+        for _, parameter in self.parameters:
+            if parameter.grad is not None and was_processed(parameter.grad):
+                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         self._passes.clear()
         budget = self.budget_bytes
         if budget is None and self.deferred:  # else nothing waits that could be computed early
@@ -164,9 +166,6 @@ class Ghost:
             budget_bytes=budget,
             planner=self.planner,
         )
-        for _, parameter in self.parameters:
-            if parameter.grad is not None and was_processed(parameter.grad):
-                parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         before = {name: _state_of_grad(p) for name, p in self.parameters}
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import is_dtensor, local_of, locals_of
-from opacus.core.privacy.processed import is_processed
+from opacus.core.platform.sharded import local_of, locals_of
+from opacus.core.privacy.gradients import is_processed
 
 # Relative change of a norm by a loss scale that has been divided by.
 ROUNDING = 1e-5
@@ -67,7 +67,8 @@ class SumWatch:
         grads = self._grads
         noted = [grad._clipped_versions for grad in grads]  # type: ignore[attr-defined]
         written = noted != self._versions()
-        blind = bool(grads) and is_dtensor(grads[0]) and _uncounted(grads[0])
+        sharded = bool(grads) and self._shards[0] is not grads[0]
+        blind = sharded and _uncounted(grads[0])
         moved: set[int] = set()
         if written or (blind and not self._norms.is_cuda):
             kept = self._same(scale).tolist()
@@ -90,7 +91,7 @@ class SumWatch:
             self._moved = flag if self._moved is None else self._moved | flag
 
     def guarded(self, divisor: float | Tensor) -> float | Tensor:
-        """What the noised sums are to be divided by: infinity, if the device has found a change."""
+        """The divisor of the noised sums: infinity if the device has found a change."""
         moved, self._moved = self._moved, None
         if moved is None:
             return divisor

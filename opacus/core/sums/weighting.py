@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from opacus.core.kernels.sums.scaled_rows import Masking, scaled_rows
+from opacus.core.kernels.sums.scaled_rows import Inputs, scaled_rows
 from opacus.core.kernels.sums.weighted_sum import weighted_sum
 from opacus.core.platform.profiling import PROFILE, layers
-from opacus.core.privacy.clipping import Factors
+from opacus.core.privacy.clipping import Factors, read_excluded
 from opacus.core.record.record import Record
 
 
 class Weighting:
     """Forms ``sum_i factors[i] * g_i`` of one layer after the other.
 
-    The factors meet the rows of the layer itself, in at least fp32: nothing between the loss and
-    the layer has seen them, so that what is weighted is what was measured. Samples that are
-    excluded do not contribute, not even as ``0 * NaN``.
+    The factors meet the rows of the layer itself (of its backprops, or of its input where that is
+    smaller), in at least fp32: nothing between the loss and the layer has seen them, so that what
+    is weighted is what was measured. Samples that are excluded do not contribute, not even as
+    ``0 * NaN``.
 
     Args:
         clipped: Factors and excluded samples.
@@ -28,8 +31,12 @@ class Weighting:
     def __init__(self, clipped: Factors) -> None:
         self._clipped = clipped
         self._shared = clipped.shared
-        self._excluded = clipped.masked
-        self._masking = Masking()
+        self._inputs = Inputs()
+
+    @cached_property
+    def _excluded(self) -> Tensor | None:
+        """The excluded samples; read once, as most batches have none and need no masking."""
+        return read_excluded(self._clipped.excluded)
 
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
@@ -56,22 +63,35 @@ class Weighting:
         rows, device = record.batch, record.device
         excluded = None if self._excluded is None else self._excluded[:rows].to(device)
         factors = factors[:rows].to(device)
-        activations = record.activations if excluded is None else self._finite(record, excluded)
-        backprops = scaled_rows_of(record.backprops, factors, excluded)
+        activations, backprops = record.activations, record.backprops
+        if excluded is None and _takes_factors(record, names):
+            activations = self._inputs.scaled(activations, factors, None)
+        else:
+            by_rows = record.layer.rule.by_rows(activations, record.batch)
+            if excluded is not None and by_rows:
+                activations = self._inputs.scaled(activations, None, excluded)
+            backprops = scaled_rows_of(backprops, factors, excluded)
         spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
         return record.layer.rule.wide_sum(spec, activations, backprops)
 
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
         rows = len(formed)
-        excluded = None if self._excluded is None else self._excluded[:rows]
+        masked = self._clipped.masked
+        excluded = None if masked is None else masked[:rows]
         return weighted_sum(formed, self._clipped.of(owner)[:rows], excluded)
 
-    def _finite(self, record: Record, excluded: Tensor) -> Any:
-        """Activations whose excluded rows are zero."""
-        if not record.layer.rule.by_rows(record.activations, record.batch):
-            return record.activations
-        return self._masking.without(record.activations, excluded)
+
+def _takes_factors(record: Record, names: tuple[str, ...]) -> bool:
+    """Whether factors may scale the layer's input, and that is the smaller of its tensors."""
+    rule, g = record.layer.rule, record.backprops
+    if not set(names) <= set(rule.bilinear) or not rule.by_rows(record.activations, record.batch):
+        return False
+    (x,) = record.activations
+    if not type(x) is type(g) is Tensor or x.dtype != g.dtype or not x.is_contiguous():
+        return False
+    # In fp16 an input may be near the largest number, and a factor near the smallest.
+    return x.numel() <= g.numel() and x.dtype != torch.float16
 
 
 def scaled_rows_of(backprops: Any, factors: Tensor, excluded: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a Trainer has to know about privacy."""
+"""The privacy settings of a Trainer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class DPArguments:
         delta: Delta of the guarantee, well below 1 / (size of the training set). ``None``: a tenth
             of that, which is logged.
         clipping_norm: Norm C to which the gradient of each example is clipped. The
-            ``max_grad_norm`` of ``TrainingArguments`` is another thing, and not used.
+            ``max_grad_norm`` of ``TrainingArguments`` is not used.
         grad_sample_mode: How that is done; see ``docs/modes.md``. ``"auto"`` chooses.
         accountant: ``"prv"``, ``"rdp"``, ...: how epsilon is counted.
-        privacy_unit: What one of is hidden: ``"example"``, an item of the training set (of DPO: a
+        privacy_unit: The protected unit: ``"example"``, an item of the training set (of DPO: a
             prompt with its two answers).
         poisson_sampling: Draw each example independently, as the accountants assume. ``False``
             keeps Trainer's order of the data, for comparisons; epsilon is then not proven.
@@ -40,7 +40,7 @@ class DPArguments:
 
     Raises:
         ValueError: A value is out of range; it names the argument.
-        TypeError: A number is none.
+        TypeError: A value is not a number.
     """
 
     target_epsilon: float | None = None

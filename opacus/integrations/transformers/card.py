@@ -10,7 +10,7 @@ START, END = "<!-- privacy guarantee -->", "<!-- end of privacy guarantee -->"
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What has been guaranteed, and how.
+    """The guarantee of a run, and how it was obtained.
 
     Attributes:
         epsilon, delta: Of all steps taken.
@@ -19,7 +19,7 @@ class Guarantee:
         expected_batch: Expected examples of a step, of all processes.
         sigma: Noise multiplier.
         clipping_norm: C.
-        unit: What one of is hidden.
+        unit: The protected unit.
         mode: How gradients were clipped.
         accountant: How epsilon was counted.
         poisson: Whether examples were drawn as the accountant assumes.

@@ -1,4 +1,4 @@
-"""Losses of transformers' heads, one an example, that no other example has a part in.
+"""Losses of transformers' heads: one an example, independent of the other examples.
 
 A model's own ``loss`` is a mean over the tokens of the batch: there the gradient of an example
 depends on the lengths of the others, and clipping bounds nothing. Here it is the mean over the
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # label of a token that takes no part
+IGNORED = -100  # label of a token that does not count
 
 Tensors = Mapping[str, Any]
 PerExample = Callable[[Tensors, Tensors], Tensor]
 
 
 class Outputs(dict[str, Any]):
-    """A model's outputs, which are attributes too, as functions written for Trainer expect."""
+    """A model's outputs by key and by attribute, as functions written for Trainer expect."""
 
     def __getattr__(self, name: str) -> Any:
         try:

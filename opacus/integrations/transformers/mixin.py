@@ -72,7 +72,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         TypeError: The Trainer has a loss of its own that is one for the batch.
     """
 
-    # Rows of the model's layers that an example becomes.
+    # Rows that an example has in the model's layers.
     rows_per_example = 1
 
     def __init__(self, *args: Any, privacy: DPArguments, **kwargs: Any) -> None:
@@ -201,7 +201,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         return {k: v for k, v in outputs.items() if isinstance(v, Tensor)}, inputs
 
     def per_sample_loss(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
-        """One loss an example, ``[B]``, in which no other example of the batch has a part.
+        """One loss an example, ``[B]``, independent of the other examples of the batch.
 
         By default ``compute_loss_func`` of each example alone, or else the loss of the model's
         head as a mean over the example's own tokens, which a model of
@@ -296,6 +296,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self._place()
+        self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
         self.create_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)

@@ -17,7 +17,7 @@ from scipy.fft import irfft, next_fast_len, rfft  # type: ignore[import-untyped]
 
 from opacus.accountants.analysis.pld.pairs import Pair, log_moment
 
-# Grid points of the window, at least and at most, and of one step.
+# Smallest and largest number of grid points of the window, and the number of one step.
 _LEAST_POINTS, _MOST_POINTS, _MOST_OF_ONE = 2**13, 2**19, 2**17
 # What rounding may add to epsilon, relative to it, unless that takes too many points.
 _INACCURACY = 1e-4
@@ -27,7 +27,7 @@ _FAR_BELOW = 0.4
 _INFINITE = 1e-4
 # Tilted probability beyond either end of the window, at most.
 _OUTSIDE = math.log(1e-12)
-# Tilts tried, and tilt times spacing from which on the grid decides which one is best.
+# Number of tilts tried; above this product of tilt and spacing, the grid decides which is best.
 _COARSE = 0.3
 _TILTS = np.geomspace(1e-7, 1e7, 43)
 # Frequencies whose power is below e^this are left out: far less than rounding errors.
@@ -39,7 +39,7 @@ _EPS = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True)
 class Step:
-    """`count` steps, each with a loss that is that of pair i with probability ``weights[i]``."""
+    """`count` steps; the loss of each is that of pair i with probability ``weights[i]``."""
 
     pairs: tuple[Pair, ...]
     weights: tuple[float, ...]
@@ -115,7 +115,7 @@ def _composed(
 
 
 def _table(step: Step, tail: float) -> _Loss:
-    """Returns the loss of a step at some thousand points."""
+    """Returns the loss of a step at a few thousand points."""
     tables = [pair.table(tail) for pair in step.pairs]
     losses = np.concatenate([losses for _, losses, _ in tables])
     weighted = zip(step.weights, tables, strict=True)
@@ -124,7 +124,7 @@ def _table(step: Step, tail: float) -> _Loss:
 
 
 def _floor(table: _Loss, allowed: float) -> float:
-    """Returns to what the lowest losses can be raised if their mean may grow by `allowed`."""
+    """Returns the floor to raise the lowest losses to, so that their mean grows by `allowed`."""
     by_loss = np.argsort(table.losses, kind="stable")
     losses, below = table.losses[by_loss], np.cumsum(table.masses[by_loss])
     raised = np.concatenate([[0.0], np.cumsum(below[:-1] * np.diff(losses))])
@@ -145,7 +145,7 @@ def _on_grid(step: Step, spacing: float, tail: float, floor: float) -> _Loss:
 
 
 def _best_tilt(losses: Sequence[_Loss], delta: float) -> tuple[float, float]:
-    """Returns the x above 0 that minimises (K(x) - log(delta)) / x, about, and the minimum."""
+    """Returns, about, the x above 0 that minimises (K(x) - log(delta)) / x, and the minimum."""
     with np.errstate(over="ignore", invalid="ignore"):
 
         def bound(order: float) -> float:
@@ -164,7 +164,7 @@ def _best_tilt(losses: Sequence[_Loss], delta: float) -> tuple[float, float]:
 
 
 def _window(losses: Sequence[_Loss], order: float) -> tuple[float, float]:
-    """Returns between which values the tilted sum lies, but for a probability of e^_OUTSIDE."""
+    """Returns an interval that the tilted sum leaves with probability e^_OUTSIDE at most."""
     base, mean, variance = sum(loss.log_moment(order) for loss in losses)
     lowest = sum(loss.count * float(loss.losses[0]) for loss in losses)
     highest = sum(loss.count * float(loss.losses[-1]) for loss in losses)
@@ -194,7 +194,7 @@ def _epsilon(
     size = next_fast_len(math.ceil(window[1] / spacing) + 2 - start, real=True)
     tilted, base = _compose(steps, spacing, order, start, size)
     total = sum(step.count for step in steps)
-    # What rounding in the transform may have taken from a point, and what lies above the window.
+    # Bounds of the transform's rounding error at a point, and of the mass above the window.
     tilted = np.maximum(tilted, 0.0) + (64 + total) * _EPS * float(tilted.max())
     losses = spacing * (start + np.arange(size))
     centre = losses[int(np.argmax(tilted))]

@@ -12,7 +12,7 @@ import numpy as np
 
 from opacus.accountants.analysis.rdp import DEFAULT_ORDERS, smallest_epsilon, total_rdp
 
-# Losses that the grid reaches beyond what the bounds ask for.
+# Margin of the grid, in losses, beyond the bounds.
 MARGIN = 3.0
 
 

@@ -18,8 +18,8 @@ from opacus.accountants.history import check_noise_multiplier, check_sample_rate
 
 SQRT2 = math.sqrt(2.0)
 
-# Beyond this many standard deviations a Gaussian's mass, 1e-32, is nothing even to the product of
-# 1e12 steps and the smallest delta.
+# Beyond this many standard deviations a Gaussian's mass is 1e-32: negligible even over 1e12 steps
+# at the smallest delta.
 _REACH = 12.0
 # Gauss-Legendre rule for one panel, and the smallest panel in units of s: with little noise the
 # loss bends far from where the outputs are.
@@ -32,7 +32,7 @@ _NEGLIGIBLE = 1e-24
 
 
 class _PRV(Protocol):
-    """What truncation needs of a privacy loss random variable."""
+    """The interface of a privacy loss random variable that truncation uses."""
 
     def pdf(self, t: Any) -> Any: ...
 

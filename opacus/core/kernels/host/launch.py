@@ -71,9 +71,10 @@ class _Compiled(NamedTuple):
     Attributes:
         run: Its launcher.
         function: Handle of the kernel on the device.
-        metadata: What the launcher wants to know.
+        metadata: What the launcher reads.
         constants: Values of the compile-time arguments, in the kernel's order.
-        kept: Objects that must live as long: the kernel, and what a key knows by identity.
+        kept: Objects that must live as long: the kernel, and objects that a key identifies by
+            address.
     """
 
     run: Callable[..., None]
@@ -91,8 +92,7 @@ class Variant:
     more: device; dtype of a tensor, and whether it starts at a multiple of 16 bytes; whether an
     int is 1, a multiple of 16, or wider than 32 bits; dtype, block, layout and padding of a
     descriptor. Whatever is none of these goes through Triton each time: other types of
-    arguments, the interpreter, other versions or cards, and kernels that somebody watches
-    (launch hooks).
+    arguments, the interpreter, other versions or cards, and kernels with launch hooks.
 
     Args:
         kernel: A function with ``triton.jit`` or ``gluon.jit``.
@@ -136,7 +136,7 @@ class Variant:
         )  # fmt: skip
 
     def _remember(self, key: tuple[Any, ...], compiled: Any, arguments: tuple[Any, ...]) -> None:
-        """Keep what Triton has launched, if all about it is as expected."""
+        """Keep what Triton has launched, if its type and attributes are as expected."""
         names = self.kernel.arg_names[len(arguments) :]
         tensors = [a if isinstance(a, Tensor) else a.base for a in arguments if _points(a)]
         expected = driver.active.get_active_torch_device()
@@ -191,12 +191,12 @@ def _points(argument: Any) -> bool:
 
 
 def _starts_directly(kernel: Any) -> bool:
-    """Whether this is a kernel that is compiled, by a Triton that is known, for NVIDIA's cards."""
+    """Whether this kernel is compiled for NVIDIA cards by a known version of Triton."""
     return KNOWN and torch.version.hip is None and isinstance(kernel, JITFunction)
 
 
 def _is_watched(kernel: Any) -> bool:
-    """Whether somebody wants to know of launches, or to change what is compiled."""
+    """Whether hooks observe launches or change what is compiled."""
     runtime = knobs.runtime
     return bool(
         kernel.pre_run_hooks

@@ -1,4 +1,4 @@
-"""What the Triton kernels share on the host: checks, tile sizes, tables of pointers."""
+"""Host code shared by the Triton kernels: checks, tile sizes, tables of pointers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST = 448.0
 _CONVERTS_FLOAT8 = (8, 9)
 # Bytes to which the copy engine (TMA) and 16-byte loads need addresses and strides aligned.
 ALIGNMENT = 16
-# Of a mask that is not there.
+# Strides of a missing mask.
 NO_STRIDES = (0, 0)
 
 
@@ -77,7 +77,7 @@ def power_of_two(size: int, least: int = 1) -> int:
 
 
 def parts(size: int, part: int) -> int:
-    """How many parts cover ``size``; Triton's own function takes microseconds."""
+    """Number of parts that cover ``size``; Triton's own function takes microseconds."""
     return -(-size // part)
 
 
@@ -129,7 +129,7 @@ def _not_a_pair(a: torch.Size, g: torch.Size) -> ValueError:
 
 
 def check_dtype(tensor: Tensor) -> None:
-    """Refuse what the kernels do not know.
+    """Refuse dtypes that the kernels do not support.
 
     Raises:
         TypeError: Not bf16, fp16 or fp32.
@@ -231,7 +231,7 @@ def check_shapes(shapes: Sequence[torch.Size]) -> None:
 def whole_of(
     shapes: Sequence[torch.Size], strides: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> int:
-    """What sizes and strides are multiples of, if they are of 16 bytes; else 1.
+    """A divisor of sizes and strides, if they are multiples of 16 bytes; else 1.
 
     Then rows are contiguous and all lie at multiples of 16 bytes if the first one does.
     """
@@ -241,7 +241,7 @@ def whole_of(
 
 
 def addresses(tensors: Iterable[Tensor]) -> array.array[int]:
-    """Where they begin in memory."""
+    """Addresses of the tensors."""
     return array.array("q", map(Tensor.data_ptr, tensors))
 
 
@@ -282,7 +282,7 @@ def capability(device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, at least."""
+    """Smallest number of programs that run at once."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,7 +25,7 @@ PART_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is computed of each token's logits ``l`` with target ``t``.
+    """The loss of a token's logits ``l`` with target ``t``.
 
     ``(1 - smoothing) * (lse - l_t) + smoothing * (lse - mean(l)) + z_loss * lse ** 2``, where
     ``lse = logsumexp(l)``; 0 where ``t == ignore_index``.
@@ -56,7 +56,7 @@ class Head(NamedTuple):
 
 @dataclass
 class Wanted:
-    """What one :func:`sweep` over the vocabulary fills in; ``None`` is not computed.
+    """Outputs of one :func:`sweep` over the vocabulary; ``None`` is not computed.
 
     Attributes:
         hidden: ``[B, T, d]`` zeros, at least fp32: gradient of the hidden states.
@@ -127,7 +127,7 @@ def sweep(head: Head, grads: Tensor, options: LossOptions, wanted: Wanted) -> No
         with torch.autocast(grads.device.type, enabled=False):
             return sweep(head, grads, options, wanted)
     dead = (grads == 0) | (head.targets == options.ignore_index)
-    # What counts for nothing may be infinite.
+    # Losses that do not count may be infinite.
     hidden = head.hidden.masked_fill(dead[..., None], 0.0)
     live = head._replace(hidden=hidden, lse=head.lse.masked_fill(dead, 0.0))
     grads = grads.masked_fill(dead, 0.0)

@@ -1,4 +1,4 @@
-"""What a call of :mod:`opacus.core.kernels.noise.gaussian` is to do for one tensor."""
+"""The arguments of :mod:`opacus.core.kernels.noise.gaussian` for one tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Draw(NamedTuple):
     """Noise for one tensor.
 
     Attributes:
-        source: What it is added to, contiguous.
+        source: The tensor that noise is added to, contiguous.
         target: Where the sum goes, contiguous, of the same size; may be the source.
         region: Numbers of the elements.
         key: 32 bytes, equal for no two parameters of a run. The kernel on the GPU needs more host

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opacus.core.kernels.noise.draw import Draw
     from opacus.core.kernels.noise.regions import Region
 
-# Elements of noise that are made at once: what is needed on the way stays in the CPU's cache.
+# Elements of noise made at once, few enough that intermediate results stay in the CPU's cache.
 PIECE = 1 << 16
 
 
@@ -30,7 +30,7 @@ def add(
     """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
 
     Args:
-        grid: What results are multiples of; 0: of nothing.
+        grid: Results are rounded to multiples of it; 0: no rounding.
     """
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
@@ -53,7 +53,7 @@ def normals(blocks: Tensor, keys: Tensor, step: int, secure: bool, dtype: torch.
 
 
 def lanes_of(secure: bool, dtype: torch.dtype) -> int:
-    """How many numbers one counter makes."""
+    """Number of normal numbers that one counter makes."""
     return lanes(secure) // (2 if dtype == torch.float64 else 1)
 
 
@@ -153,6 +153,6 @@ def rounded(total: Tensor, grid: float) -> Tensor:
 
 
 def _wide(draw: Draw) -> torch.dtype:
-    """What noise and sum are made in."""
+    """The dtype of noise and sum."""
     double = torch.float64 in (draw.source.dtype, draw.target.dtype)
     return torch.float64 if double else torch.float32

@@ -162,7 +162,7 @@ def launch(
         std: Standard deviation.
         draws: On one GPU; the sources have one dtype, and so have the targets.
         step: See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
-        grid: What results are multiples of; 0: of nothing.
+        grid: Results are rounded to multiples of it; 0: no rounding.
         past: Weights and numbers of earlier steps whose noise is added.
         secure: ChaCha20 instead of Philox.
     """
@@ -193,7 +193,7 @@ def _launch(
         rows += _numbers(key)
         for (_, number), weight, old in zip(past, weights, earlier, strict=True):
             rows += (number, weight, *_numbers(old))
-        # Bits that any of the addresses, twice any of the sizes, or any first number has.
+        # Bits set in any address, in twice any size, or in any first number.
         every |= places[0] | places[1] | 2 * region.size | region.first
         programs -= -_counters(region, lanes) // (BLOCK // lanes * LOOPS)
     whole = 8 if every % operands.ALIGNMENT == 0 and not has_rows else 1

@@ -11,7 +11,7 @@ from opacus.core.kernels.noise import chacha, philox
 
 
 def lanes(secure: bool) -> int:
-    """How many words one counter makes."""
+    """Number of words that one counter makes."""
     return chacha.LANES if secure else philox.LANES
 
 

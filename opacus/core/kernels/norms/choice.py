@@ -30,7 +30,8 @@ HOPELESS = 8
 # Kinds of products that are remembered: more come only where lengths vary from step to step.
 MOST_REMEMBERED = 4096
 
-# What takes products of tensors of these shapes, strides and kinds: asked in each layer and step.
+# The function that takes products of tensors of these shapes, strides and kinds; looked up in each
+# layer and step.
 _products: dict[tuple[Any, ...], Callable[..., list[Tensor]]] = {}
 
 
@@ -142,7 +143,7 @@ def _each_alone(
 
 
 def _taker(algorithm: str, tile: Tile | None) -> Callable[..., list[Tensor]]:
-    """What takes products by this algorithm; by the copy engine, if a tile is given."""
+    """The function of this algorithm; with the copy engine if a tile is given."""
     from opacus.core.kernels.norms import gram, width
 
     if algorithm == INPUT_LENGTH:
@@ -196,7 +197,7 @@ def grouped_product_norm_sq(
 
 @functools.lru_cache(maxsize=64)
 def _grouped(shapes: tuple[torch.Size, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Ways that are worth trying for layers of these shapes, and the sizes that tell."""
+    """Ways worth trying for layers of these shapes, and the sizes that the choice depends on."""
     layers = [(*a, g[2]) for a, g in zip(shapes[::2], shapes[1::2], strict=True)]
     costs = {name: sum(_operations(name, *layer) for layer in layers) for name in ALGORITHMS}
     most = HOPELESS * min(costs.values())

@@ -1,4 +1,4 @@
-"""Runs the fastest of some ways: what each costs on this card is measured once and kept."""
+"""Runs the fastest of several ways, each measured once on this card."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fastest(key: str, ways: Ways[T]) -> T:
 
 
 def _unmeasured(ways: Ways[T]) -> str:
-    """Some kernel, where time cannot be taken: in the interpreter and in graph capture."""
+    """A default kernel where nothing can be timed: in the interpreter and in graph capture."""
     return next((name for name in ways if name != REFERENCE), REFERENCE)
 
 
@@ -88,7 +88,7 @@ def _milliseconds(way: Callable[[], T]) -> float:
 
 
 def too_large() -> tuple[type[Exception], ...]:
-    """What a way raises that needs more than the card has."""
+    """Errors of a way that needs more than the card has."""
     from triton.runtime.errors import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
         OutOfResources,
     )

@@ -1,6 +1,6 @@
-"""Triton kernels that look whether norms by Gram matrices can be trusted, and mend the others.
+"""Triton kernels that test whether norms by Gram matrices are reliable, and recompute the others.
 
-Where terms of both signs have cancelled, what is left of their sum are rounding errors: the norm
+Where terms of both signs have cancelled, their sum consists of rounding errors: the norm
 of such a sample is computed from tiles of ``A^T G``, as in ``width``. The device decides,
 so that nothing waits for it; programs of other samples end at once. Letters: B samples, T tokens,
 d and p features, S partial sums.

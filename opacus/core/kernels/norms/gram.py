@@ -225,7 +225,7 @@ def _starts(group: Group, places: Sequence[int], masks: Sequence[int] | None) ->
 
 
 class _Plan(NamedTuple):
-    """What a launch for layers of these shapes depends on.
+    """The plan of a launch, which depends on the layers' shapes alone.
 
     Attributes:
         tile: Variant of the kernel.

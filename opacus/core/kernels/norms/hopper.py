@@ -390,9 +390,8 @@ def _shared_layout(tokens: int, features: int, dtype: torch.dtype) -> gl.NVMMASh
 def works(device: torch.device) -> bool:
     """Whether the kernels compile on this card and give the right norms.
 
-    Gluon is young and changes between Triton's versions: a small case is tried once, with odd
-    sizes and more tiles than one program. Where it fails, the kernels of ``width`` and
-    ``gram`` do the work.
+    Gluon changes between versions of Triton, so a small case is tried once, with odd sizes and more
+    tiles than one program. Where it fails, the kernels of ``width`` and ``gram`` are used.
     """
     if operands.interpreted() or torch.cuda.get_device_capability(device) != (9, 0):
         return False

@@ -172,37 +172,46 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     batch, tokens, _ = activations.shape
     step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
     a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
-    total = size = activations.new_zeros(batch, dtype=wide_dtype(activations))
+    parts: list[Tensor] = []  # [2, B] each: sums of the terms, and of their absolute values
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        # Both are symmetric: what lies right of the diagonal tile counts twice.
         gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
-        gram = gram * wide_bmm(backprops[:, rows], g_t[:, :, start:])
+        gram *= wide_bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
-        for part, weight in ((gram[:, :, :square], 1), (gram[:, :, square:], 2)):
-            total = total + weight * part.sum((1, 2))
-            size = size + weight * torch.linalg.vector_norm(part, 1, dim=(1, 2))
-    return _settle(activations, backprops, total, size)
+        parts.append(_sums_and_sizes(gram[:, :, :square]))
+        if start + square < tokens:  # both are symmetric: the rest counts twice
+            parts.append(2 * _sums_and_sizes(gram[:, :, square:]))
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    return _settle(activations, backprops, total)
 
 
-def _settle(activations: Tensor, backprops: Tensor, total: Tensor, size: Tensor) -> Tensor:
+def _sums_and_sizes(terms: Tensor) -> Tensor:
+    """``[B, t, s] -> [2, B]``: sums of each sample's terms, and of their absolute values."""
+    both = torch.empty(2, len(terms), dtype=terms.dtype, device=terms.device)
+    torch.sum(terms, (1, 2), out=both[0])
+    torch.linalg.vector_norm(terms, 1, dim=(1, 2), out=both[1])
+    return both
+
+
+def _settle(activations: Tensor, backprops: Tensor, total: Tensor) -> Tensor:
     """The norms by Gram matrices where they can be trusted, the others computed directly.
 
     Args:
         activations: ``[B, T, d]``.
         backprops: ``[B, T, p]``.
-        total: ``[B]`` sums of the products of both Gram matrices' elements.
-        size: ``[B]`` sums of their absolute values.
+        total: ``[2, B]``: sums of the products of both Gram matrices' elements, and of their
+            absolute values.
     """
     if activations.is_cuda:
         from opacus.core.kernels.norms import direct
 
-        return direct.settle(activations, backprops, None, torch.stack([total, size]))
-    doubtful = ~(total > TRUSTED * size)  # what is zero or not finite, too
+        return direct.settle(activations, backprops, None, total)
+    norms, size = total
+    doubtful = ~(norms > TRUSTED * size)  # what is zero or not finite, too
     if not bool(doubtful.any()):
-        return total
+        return norms
     samples = doubtful.nonzero().squeeze(1)
-    return total.index_copy(0, samples, width_norm_sq(activations[samples], backprops[samples]))
+    return norms.index_copy(0, samples, width_norm_sq(activations[samples], backprops[samples]))
 
 
 def _can_settle(activations: Tensor) -> bool:

@@ -63,7 +63,7 @@ def _bias(backprops: Tensor) -> Tensor:
 
 
 def _flash_cost(tokens: int, d: int, p: int) -> int:
-    """Nothing but products: no intermediate result leaves the chip."""
+    """Cost of products alone: no intermediate result leaves the chip."""
     return min(tokens * d * p, tokens * (tokens + 64) // 2 * (d + p))
 
 

@@ -1,5 +1,5 @@
-"""When a norm by Gram matrices is believed; read by the reference and by Triton's kernels."""
+"""When a norm by Gram matrices is trusted; used by the reference and the Triton kernels."""
 
-# It is trusted where it is more than this share of the sizes of what was added up. Below it, terms
-# of both signs have cancelled and their rounding errors are left.
+# It is trusted above this share of the sum of its terms' absolute values. Below it, terms of both
+# signs have cancelled and rounding errors remain.
 TRUSTED = 2.0**-7

@@ -309,7 +309,7 @@ def group_norm_sq(group: Group, *, tile: Tile | None = None) -> list[Tensor]:
 
 
 def plan_of(group: Group, tile: Tile | None = None) -> Plan:
-    """How a launch for these layers goes."""
+    """The plan of a launch for these layers."""
     known = (group.shapes, group.strides, group.mask_strides)
     return _plan(*known, group.tensors[0].dtype, group.mask_dtype, tile)
 
@@ -326,7 +326,7 @@ def table_of(group: Group, plan: Plan) -> tuple[Tensor, int]:
 
 
 class Plan(NamedTuple):
-    """What a launch for layers of these shapes depends on.
+    """The plan of a launch, which depends on the layers' shapes alone.
 
     Attributes:
         tile: Variant of the kernel.

@@ -12,30 +12,34 @@ from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import as_sharded
 
 
-def without_excluded(tensors: tuple[Tensor, ...], excluded: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors with zeros in the excluded rows; indices stay as they are."""
-    return tuple(scaled_rows(t, None, excluded) if t.is_floating_point() else t for t in tensors)
-
-
-class Masking:
-    """:func:`without_excluded` for one layer after the other; those in a row often share inputs."""
+class Inputs:
+    """:func:`scaled_rows` of the inputs of layers; those in a row often share them."""
 
     def __init__(self) -> None:
         self._key: Any = None
-        self._masked: tuple[Tensor, ...] = ()
+        self._scaled: tuple[Tensor, ...] = ()
         # Kept, so that no other tensor takes their place in memory.
-        self._given: tuple[Tensor, ...] = ()
+        self._given: Any = None
 
-    def without(self, tensors: tuple[Tensor, ...], excluded: Tensor) -> tuple[Tensor, ...]:
-        """The same tensors with zeros in the excluded rows."""
+    def scaled(
+        self, tensors: tuple[Tensor, ...], factors: Tensor | None, excluded: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Each scaled, but for indices; see :func:`scaled_rows`."""
         if any(is_dtensor(t) for t in tensors):  # these have no address
-            return without_excluded(tensors, excluded)
+            return _each(tensors, factors, excluded)
+        own = (0,) if factors is None else (factors.data_ptr(), factors._version)
         # With the version: hooks of saved tensors may bring all of them into one buffer.
-        key = tuple((t.data_ptr(), t._version, t.dtype, t.shape, t.stride()) for t in tensors)
+        key = (*own, *((t.data_ptr(), t._version, t.dtype, t.shape, t.stride()) for t in tensors))
         if key != self._key:
-            self._key, self._given = key, tensors
-            self._masked = without_excluded(tensors, excluded)
-        return self._masked
+            self._key, self._given = key, (tensors, factors)
+            self._scaled = _each(tensors, factors, excluded)
+        return self._scaled
+
+
+def _each(
+    tensors: tuple[Tensor, ...], factors: Tensor | None, excluded: Tensor | None
+) -> tuple[Tensor, ...]:
+    return tuple(scaled_rows(t, factors, excluded) if t.is_floating_point() else t for t in tensors)
 
 
 def scaled_rows(rows: Tensor, factors: Tensor | None, excluded: Tensor | None) -> Tensor:

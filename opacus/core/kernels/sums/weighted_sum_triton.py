@@ -76,7 +76,7 @@ class Sum(NamedTuple):
         grads: ``[B, *shape]``, contiguous; the dtype is the same in all of a launch.
         factors: ``[B]``, fp32.
         start: Where in ``out`` its first element goes.
-        segment: So many elements follow each other there; the next ones come a stride on.
+        segment: Number of contiguous elements there; the next segment starts one stride later.
     """
 
     grads: Tensor
@@ -89,7 +89,7 @@ def launch(sums: Sequence[Sum], excluded: Tensor | None, out: Tensor, stride: in
     """Write all weighted sums into ``out``.
 
     Args:
-        sums: What is to be summed, and where it goes.
+        sums: Gradients to sum, and where each sum goes.
         excluded: ``[B]`` bool; these rows contribute nothing. ``None``: there are none.
         out: The storage that is written to.
         stride: Elements between a segment and the next.
@@ -105,7 +105,7 @@ def launch(sums: Sequence[Sum], excluded: Tensor | None, out: Tensor, stride: in
         rows += (programs, place, factors.data_ptr(), size, segment, start, count)
         programs -= -size // (BLOCK * LOOPS)
         largest = max(largest, size)
-        # Bits that any of the addresses has, or any of the numbers of elements.
+        # Bits set in any address or number of elements.
         everywhere |= place
         sizes |= size | start | segment
     dtype = sums[0].grads.dtype

@@ -1,4 +1,4 @@
-"""The trail: follows, while a model runs, whose rows its tensors have."""
+"""The trail: tracks the unit of every row of a model's tensors while the model runs."""
 
 from opacus.core.record.trail.answers import Follower, can_follow
 from opacus.core.record.trail.labels import NobodysRowsError

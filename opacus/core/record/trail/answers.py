@@ -1,4 +1,4 @@
-"""What the trail found in earlier forward passes, so that it need not run again."""
+"""Results of the trail in earlier forward passes, so that it need not run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opacus.core.record.trail.op import is_plain
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
 
-# Of each use of a layer in one forward pass: its units.
+# The units of each use of a layer in one forward pass.
 Uses = dict[str, list[Units | None]]
 # Structures of inputs that are remembered at most; more are followed each time.
 MOST_ANSWERS = 4096
@@ -29,14 +29,14 @@ LOOK_AGAIN, INTERVAL = (2, 32), 1000
 
 
 class Follower:
-    """Says, while a model runs, what the units of each use of a layer are.
+    """Gives the units of each use of a layer while a model runs.
 
     The first forward pass of a new structure of inputs is followed by a :class:`Trail`. Where rows
     are moved in ways that depend on shapes alone, what it found is remembered; otherwise every
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
 
-    A model may go on as its own counters, or values that a program has looked at, say. So some
-    later passes are followed again; if one differs, all are from then on.
+    A model may branch on its own counters, or on values that the program has read. So some later
+    passes are followed again; if one differs, all are from then on.
     """
 
     def __init__(self) -> None:

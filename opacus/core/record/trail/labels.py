@@ -1,4 +1,4 @@
-"""Whose elements a tensor has, and how that goes through arithmetic.
+"""Labels: the unit of each element of a tensor, and rules for arithmetic on them.
 
 A *label* is an int64 tensor with as many dimensions as the tensor that it is of: the unit of each
 element, -1 for nobody's. Dimensions along which it does not vary have size 1, so that it costs
@@ -19,7 +19,7 @@ from opacus.core.rules.spec import LayerSpec
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Whose the elements of a tensor are.
+    """The units of a tensor's elements.
 
     Attributes:
         ids: The label.
@@ -39,7 +39,7 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class Lost:
-    """It is not known whose the elements are.
+    """The units of the elements are unknown.
 
     Attributes:
         reason: What ended the trail, in words.

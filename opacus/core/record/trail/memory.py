@@ -1,4 +1,4 @@
-"""Whose elements tensors have, by where they lie: views see what is written to others."""
+"""The labels of tensors by their memory: views see what is written to other views."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Memory:
         self._known: dict[int, _Memory] = {}
 
     def state(self, tensor: Tensor) -> State:
-        """Whose elements a tensor has; nobody's, if nothing is known of its memory."""
+        """The label of a tensor; nobody's if its memory is unknown."""
         try:
             key = tensor.untyped_storage()._cdata
         except NotImplementedError:  # a sparse tensor
@@ -56,7 +56,7 @@ class Memory:
         return self._derived(memory, place)
 
     def source(self, tensor: Tensor) -> int:
-        """What the values of a tensor follow from."""
+        """What a tensor's values depend on."""
         if tensor.layout is not torch.strided:
             return OUTSIDE
         memory = self._known.get(tensor.untyped_storage()._cdata)

