@@ -85,6 +85,23 @@ class GhostSettings(GradSampleHooks):
         self._limited()
 
     @property
+    def host_budget(self) -> int:
+        """Bytes of host memory that records of blocks may be sent to, in the ``_bk`` modes.
+
+        For blocks that do not fit into :attr:`memory_budget`, where copying is faster than running
+        them again. On a GPU the memory is pinned, and stays with the process. 0 by default.
+        """
+        planner = self._strategy.planner
+        return 0 if planner is None else planner.host_budget
+
+    @host_budget.setter
+    def host_budget(self, value: int) -> None:
+        planner = self._strategy.planner
+        if planner is None:
+            raise ValueError("host_budget: only the _bk modes keep records, see docs/modes.md")
+        planner.host_budget = _bytes("host_budget", value) or 0
+
+    @property
     def stored_dtype(self) -> str | None:
         """``"float8"``: per-sample gradients that are stored for the sum, in the ``_bk`` modes, are
         rounded to 8 bits with a scale for each unit and parameter, up or down by chance.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
+from opacus.core.norms.host_memory import Away, HostMemory
 from opacus.core.platform.profiling import each_layer
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
@@ -22,6 +23,7 @@ class Kept:
         rounded: Those of them that are stored in float8, with their scales.
         layers: Names of the layers all of whose gradients are among them.
         held: Records whose gradients are not.
+        away: Gradients and records that wait in host memory.
         whole: Whether the gradients are those of a lone sample.
     """
 
@@ -31,6 +33,7 @@ class Kept:
         self._before_rounding: dict[str, Tensor] = {}
         self.layers: set[str] = set()
         self.held: list[Record] = []
+        self.away = HostMemory()
         self.whole = False
 
     @each_layer
@@ -80,6 +83,23 @@ class Kept:
             squares[owner] = sum_of_squares(formed) if exact is None else exact
         return squares
 
+    def send_away(self, layers: AbstractSet[str], owners: AbstractSet[str]) -> dict[str, Tensor]:
+        """Move what is kept of these layers to host memory.
+
+        Returns:
+            Squared norms of the gradients among it, by parameter name.
+        """
+        here = owners & self.formed.keys()
+        squares = self.squares(here)
+        for owner in here:
+            self.away.formed[owner] = Away(self.formed.pop(owner))
+            self._before_rounding.pop(owner, None)
+        for record in self.held:
+            if record.spec.name in layers:
+                self.away.send(record)
+        self.held = [r for r in self.held if r.spec.name not in layers]
+        return squares
+
     def add_whole(self, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
         self.whole = True
@@ -97,9 +117,9 @@ class Kept:
         return found | dict(zip(plain, squares, strict=True))
 
     def take_held(self) -> list[Record]:
-        """The records, for the sum; they are forgotten here."""
+        """The records, for the sum, those in host memory too; they are forgotten here."""
         held, self.held = self.held, []
-        return held
+        return held + self.away.records
 
 
 class Queue:

@@ -36,6 +36,9 @@ class Storage(Protocol):
     def replays(self, record: Record) -> Visit | None:
         """The run of its block that is repeated, so that nothing of it is kept."""
 
+    def leaving(self) -> Visit | None:
+        """The run of a block whose records are sent to host memory."""
+
     def visited(self, record: Record) -> None:
         """Its norm is known, or will be."""
 
@@ -202,9 +205,13 @@ class NormLedger:
             return
         if compute is not None and records:
             compute(records)
-            return
-        for record in records:
-            self._measure(record)
+        else:
+            for record in records:
+                self._measure(record)
+        visit = None if self.planner is None else self.planner.leaving()
+        if visit is not None:
+            for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
+                self._accumulate(owner, norm_sq)
 
     def _measure(self, record: Record) -> None:
         rule = record.layer.rule

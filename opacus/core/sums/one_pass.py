@@ -104,12 +104,17 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         weighting = Weighting(clipped)
-        sums = KeptSums(ledger.kept.take_held(), weighting)
+        sums, away = KeptSums(ledger.kept.take_held(), weighting), ledger.kept.away
         replay = self._replay(weighting)
         formed, fewer = ledger.kept.formed, ledger.kept.rounded
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         factors, excluded = [clipped.of(name) for name in names], clipped.masked
-        for name, own in zip(names, factors, strict=True):
+        for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
+            if away:
+                stored = away.take(name)
+                if stored is not None:
+                    formed[name] = stored
+                away.fetch(following)
             again = [] if replay is None else replay.terms_of(name)
             if name in fewer:
                 own = scaled_factors(own, fewer.pop(name).scales, excluded)

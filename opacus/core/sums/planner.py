@@ -6,6 +6,9 @@ the sum weights them. No matrix work beyond that of ordinary training, ``B n`` e
 ``"keep"``: activations and backprops. The norm is computed from them (by Gram matrices or
 in pieces, whichever is cheaper), the weighted gradient by one product later.
 
+``"offload"``: either of these, in host memory, where no more may be held and copying back is faster
+than a replay.
+
 ``"replay"``: nothing, where no more may be held; the layer's block runs forward and backward once
 more, from what it was given and the gradient of its output.
 
@@ -31,6 +34,8 @@ from opacus.core.sums.seen import Seen
 STORE_PASSES = 3
 # Passes over kept tensors: read and written once more, with the clipping factors.
 KEEP_PASSES = 2
+# A replay is a forward pass and a backward pass, in forward passes.
+REPLAYED_FORWARDS = 3
 # Choices that are remembered.
 MOST_KNOWN = 10_000
 
@@ -44,7 +49,7 @@ class Choice:
         kind: Class of the layer.
         batch: Number of samples B.
         shapes: Shapes of activations and backprops.
-        what: ``"store"``, ``"keep"`` or ``"replay"``.
+        what: ``"store"``, ``"keep"``, ``"offload"`` (either, in host memory) or ``"replay"``.
         milliseconds: Estimated time beyond non-private training, of each choice.
         bytes: Memory held until the sum, of each choice.
     """
@@ -75,6 +80,7 @@ class Planner:
         self.peak_bytes: int | None = None
         self._most = budget_bytes
         self.largest_block = 0  # bytes that are held of the block with the most
+        self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
@@ -102,7 +108,7 @@ class Planner:
         """
         self._in_sum, self._spare, self._forced = in_sum, spare, again
         self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
-        self.held_bytes = self.largest_block = 0
+        self.held_bytes = self.largest_block = self.host_bytes = 0
         self._most = budget_bytes
         self.budget_bytes = self._limit(0)
         self.choices = {}
@@ -128,12 +134,14 @@ class Planner:
             return None
         assert self.blocks is not None
         self._look(visit)
-        if visit.stays:
+        if visit.stays or visit.leaves:
             return None
         choice = self._choice(record)
         self.seen.measured(record)
         if not visit.chosen:
             if self._has_room(visit, min(choice.bytes.values())):
+                return None
+            if self._leaves(visit, choice):
                 return None
             visit.chosen = True
             self.blocks.chosen.append(visit)
@@ -142,6 +150,29 @@ class Planner:
                 self.choices[name] = replace(self.choices[name], what="replay")
         self.choices[choice.layer] = replace(choice, what="replay")
         return visit
+
+    def _leaves(self, visit: Visit, choice: Choice) -> bool:
+        """Whether a block for which there is no room is sent to host memory: if that is faster."""
+        known = visit.block.held_before.get(visit.shapes)
+        guess = max(2 * visit.held, self.largest_block, min(choice.bytes.values()))
+        expected = guess if known is None else known
+        if self.host_bytes + expected > self.host_budget:
+            return False
+        rates, given = rates_of(*visit.place), visit.tokens
+        back, again = expected / rates.host, REPLAYED_FORWARDS * given * visit.block.elements
+        if back > again / rates.multiply_adds:
+            return False
+        visit.leaves = True
+        self.held_bytes -= visit.held
+        self.host_bytes += visit.held
+        for name in visit.names:
+            self.choices[name] = replace(self.choices[name], what="offload")
+        return True
+
+    def leaving(self) -> Visit | None:
+        """The visit whose records are sent to host memory, if the backward pass is in one."""
+        visit = None if self.blocks is None else self.blocks.current
+        return visit if visit is not None and visit.leaves else None
 
     def _has_room(self, visit: Visit, more: int) -> bool:
         """Whether so many bytes may be held; the blocks to come may all have to be replayed."""
@@ -203,8 +234,14 @@ class Planner:
         budget = self.budget_bytes
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
             what = min(choice.bytes, key=choice.bytes.__getitem__)
-        self.held_bytes += choice.bytes[what]
         visit = None if self.blocks is None else self.blocks.of(record)
+        if visit is not None and visit.leaves:
+            what = choice.what
+            self.host_bytes += choice.bytes[what]
+            visit.held += choice.bytes[what]
+            self.choices[choice.layer] = replace(choice, what="offload")
+            return what == "store"
+        self.held_bytes += choice.bytes[what]
         if visit is not None:
             visit.held += choice.bytes[what]
             self.largest_block = max(self.largest_block, visit.held)

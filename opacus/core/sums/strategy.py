@@ -97,6 +97,7 @@ class Ghost:
         self.limits.go_on_from(other.limits)
         if self.planner is not None and other.planner is not None:
             self.planner.rounding = other.planner.rounding
+            self.planner.host_budget = other.planner.host_budget
         self._summed = other._summed
 
     def limit_memory(self, model: nn.Module) -> None:
