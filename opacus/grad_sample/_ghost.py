@@ -134,6 +134,8 @@ class GhostSettings(GradSampleHooks):
     def explain(self) -> str:
         """The plan of the latest step: what was kept of each layer, and what it costs.
 
+        Below it memory and time as they were predicted and measured.
+
         Before it, which mode ``grad_sample_mode="auto"`` has chosen, and why.
 
         Raises:
@@ -145,6 +147,8 @@ class GhostSettings(GradSampleHooks):
         table = planner.table()
         if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
+        if planner.choices:
+            table += f"\n\n{planner.summary()}"
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     def log_module_gradient_sample_mode(

@@ -11,6 +11,7 @@ from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.host_memory import Away, HostMemory
 from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import SENT_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
 
@@ -89,7 +90,7 @@ class Kept:
         Returns:
             Squared norms of the gradients among it, by parameter name.
         """
-        here = owners & self.formed.keys()
+        here = [o for o in owners if o in self.formed and self.formed[o].numel() >= SENT_ELEMENTS]
         squares = self.squares(here)
         for owner in here:
             self.away.formed[owner] = Away(self.formed.pop(owner))

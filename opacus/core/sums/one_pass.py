@@ -96,6 +96,7 @@ class OnePass(Ghost):
         """Weight and add what was kept; runs no backward pass."""
         with self._running_out(), torch.no_grad():
             self._sum(clipped)
+        self.planner.report.mark()
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None

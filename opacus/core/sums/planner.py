@@ -18,49 +18,21 @@ All are exact; the choice changes speed and memory only.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import Tensor
-
-from opacus.core.platform.sizes import ROUNDED_ELEMENTS
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
+from opacus.core.sums.choice import Choice, compare
 from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import rates_of
+from opacus.core.sums.report import Report, counted
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.seen import Seen
 
-# Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
-STORE_PASSES = 3
-# Passes over kept tensors: read and written once more, with the clipping factors.
-KEEP_PASSES = 2
 # A replay is a forward pass and a backward pass, in forward passes.
 REPLAYED_FORWARDS = 3
 # Choices that are remembered.
 MOST_KNOWN = 10_000
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was decided for a layer, and why.
-
-    Attributes:
-        layer: Qualified name.
-        kind: Class of the layer.
-        batch: Number of samples B.
-        shapes: Shapes of activations and backprops.
-        what: ``"store"``, ``"keep"``, ``"offload"`` (either, in host memory) or ``"replay"``.
-        milliseconds: Estimated time beyond non-private training, of each choice.
-        bytes: Memory held until the sum, of each choice.
-    """
-
-    layer: str
-    kind: str
-    batch: int
-    shapes: str
-    what: str
-    milliseconds: dict[str, float]
-    bytes: dict[str, int]
 
 
 class Planner:
@@ -81,6 +53,8 @@ class Planner:
         self._most = budget_bytes
         self.largest_block = 0  # bytes that are held of the block with the most
         self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
+        self.report = Report()
+        self.extra: dict[str, float] = {}  # milliseconds that blocks take which are not held
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
@@ -113,6 +87,8 @@ class Planner:
         self.budget_bytes = self._limit(0)
         self.choices = {}
         self.seen = Seen(all_tensors=True)
+        self.extra = {}
+        self.report.start(peak_bytes)
         if self.blocks is not None:
             self.blocks.start()
         if self.rounding is not None:
@@ -144,6 +120,7 @@ class Planner:
             if self._leaves(visit, choice):
                 return None
             visit.chosen = True
+            self._expect("replay", self._again(visit))
             self.blocks.chosen.append(visit)
             self.held_bytes += visit.bytes - visit.held
             for name in visit.names:
@@ -158,16 +135,24 @@ class Planner:
         expected = guess if known is None else known
         if self.host_bytes + expected > self.host_budget:
             return False
-        rates, given = rates_of(*visit.place), visit.tokens
-        back, again = expected / rates.host, REPLAYED_FORWARDS * given * visit.block.elements
-        if back > again / rates.multiply_adds:
+        back = expected / rates_of(*visit.place).host
+        if back > self._again(visit):
             return False
         visit.leaves = True
+        self._expect("offload", back)
         self.held_bytes -= visit.held
         self.host_bytes += visit.held
         for name in visit.names:
             self.choices[name] = replace(self.choices[name], what="offload")
         return True
+
+    def _again(self, visit: Visit) -> float:
+        """Seconds that a block takes to run again."""
+        products = REPLAYED_FORWARDS * visit.tokens * visit.block.elements
+        return products / rates_of(*visit.place).multiply_adds
+
+    def _expect(self, way: str, seconds: float) -> None:
+        self.extra[way] = self.extra.get(way, 0.0) + 1e3 * seconds
 
     def leaving(self) -> Visit | None:
         """The visit whose records are sent to host memory, if the backward pass is in one."""
@@ -192,6 +177,7 @@ class Planner:
             needs = 12 * visit.bytes if before is None else before.seen
             self._transient = max(self._transient, needs)
             self.budget_bytes = self._limit(self._transient)
+            self.report.expect(in_use() + self._transient)
         # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
         known = visit.block.held_before.get(visit.shapes)
         visit.stays = known is not None and self._has_room(visit, known)
@@ -206,6 +192,9 @@ class Planner:
         self._remember(self._looked)
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
+            replayed = self._transient if self.blocks and self.blocks.chosen else 0
+            self.report.expect(self._base + self.held_bytes + self._in_sum + replayed)
+        self.report.mark()
 
     def _limit(self, transient: int) -> int | None:
         """Bytes that may be held, with so many more in use for a while."""
@@ -256,8 +245,17 @@ class Planner:
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
-            known = self._known[key] = _compare(record, tensors, self.rounding is not None)
+            known = self._known[key] = compare(record, self.rounding is not None)
         return known
+
+    def summary(self) -> str:
+        """What the latest step was expected to need, and what it needed."""
+        extra = dict(self.extra)
+        for choice in self.choices.values():
+            if choice.what in choice.bytes:
+                extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
+        ways = counted([choice.what for choice in self.choices.values()])
+        return self.report.text(ways, self.held_bytes, self.host_bytes, extra)
 
     def table(self) -> str:
         """The plan of the latest backward pass, a line for each layer."""
@@ -271,33 +269,3 @@ class Planner:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _compare(record: Record, tensors: list[Tensor], rounds: bool) -> Choice:
-    spec, backprops = record.spec, tensors[-1]
-    rates = rates_of(backprops.device, backprops.dtype)
-    elements = spec.elements
-    held = sum(t.numel() * t.element_size() for t in tensors)
-    rule, use = record.layer.rule, (record.activations, record.backprops)
-    formed = record.batch * elements * rule.grad_dtype(*use).itemsize
-    stored = record.batch * elements if rounds and elements >= ROUNDED_ELEMENTS else formed
-    cost = rule.norm_cost(spec, *use)
-    # Where the norm comes from per-sample gradients anyway, keeping would form them twice.
-    products = float(record.batch * elements) if cost is None else cost
-    seconds = {
-        "store": (STORE_PASSES * formed + (stored < formed) * 2 * stored) / rates.bytes,
-        "keep": KEEP_PASSES * held / rates.bytes + products / rates.multiply_adds,
-    }
-    if cost is None and stored <= held:
-        seconds["store"] = 0.0
-    what = min(seconds, key=seconds.__getitem__)
-    shapes = ", ".join(str(list(t.shape)) for t in tensors)
-    return Choice(
-        layer=spec.name,
-        kind=spec.kind.__name__,
-        batch=record.batch,
-        shapes=shapes,
-        what=what,
-        milliseconds={k: v * 1e3 for k, v in seconds.items()},
-        bytes={"store": stored, "keep": held},
-    )
