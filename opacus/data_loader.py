@@ -24,6 +24,7 @@ from opacus.data.host_loader import HostLoader, loader_settings, switch_generato
 from opacus.data.rates import matching_sample_rate
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
+    Groups,
     UniformWithReplacementSampler,
 )
 
@@ -61,6 +62,8 @@ class DPDataLoader(HostLoader):
         rand_on_empty: see `CollateFnWithEmpty`.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
         cyclic: no Poisson sampling but, in all passes, the same batches, which were drawn once.
+        groups: of the items, dealt out once; batches are drawn from each in turn, by Poisson
+            sampling at `groups` times the rate.
         max_batch_size: of all ranks together; of larger batches so many items stay, uniformly
             drawn, and smaller ones are filled up by rows of nobody (see `PaddedCollate`).
         **kwargs: the other arguments of `DataLoader`, but for those that choose samples.
@@ -84,6 +87,7 @@ class DPDataLoader(HostLoader):
         rand_on_empty: bool = False,
         steps: int | None = None,
         cyclic: bool = False,
+        groups: int | None = None,
         max_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -111,6 +115,8 @@ class DPDataLoader(HostLoader):
                 steps=steps,
                 cyclic=cyclic,
             )
+        if groups is not None:
+            sampler.groups = Groups(groups, generator, shared=distributed)
         if drop_last:
             logger.warning("Ignoring drop_last: Poisson sampling has no last, smaller batch.")
         if isinstance(collate_fn, PaddedCollate):
@@ -158,6 +164,7 @@ class DPDataLoader(HostLoader):
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
         cyclic: bool = False,
+        groups: int | None = None,
         max_batch_size: int | None = None,
     ) -> DPDataLoader:
         """Makes a loader like `data_loader`, but with Poisson sampling.
@@ -173,7 +180,7 @@ class DPDataLoader(HostLoader):
             batch_first: see `DPDataLoader`.
             rand_on_empty: see `CollateFnWithEmpty`.
             sample_rate: the rate instead, a public number; an epoch has 1 / `sample_rate` steps.
-            cyclic, max_batch_size: see `DPDataLoader`.
+            cyclic, groups, max_batch_size: see `DPDataLoader`.
 
         Raises:
             ValueError: if the data set is iterable or empty, if `data_loader` does not batch, or
@@ -193,6 +200,7 @@ class DPDataLoader(HostLoader):
             sample_rate=sample_rate,
             steps=steps,
             cyclic=cyclic,
+            groups=groups,
             max_batch_size=max_batch_size,
             drop_last=data_loader.drop_last,
             distributed=distributed,

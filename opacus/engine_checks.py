@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus.core.platform.profiling import variables_set
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.privacy.gradients import refuse_hooks
 from opacus.core.privacy.key import reproducible_from_environment
 from opacus.core.privacy.params import PrivacyParams
@@ -100,26 +101,6 @@ def check_public_numbers(
         )
 
 
-def _check_prompts(module: nn.Module) -> None:
-    """Refuse PEFT's soft prompts: looked up once, and repeated for the samples by PEFT itself."""
-    for part in module.modules():
-        config = getattr(part, "active_peft_config", None)
-        kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
-        if kind in _PROMPTS:
-            encoder: Any = getattr(part, "prompt_encoder", None)
-            names = [
-                f"prompt_encoder.{n}" for n, p in encoder.named_parameters() if p.requires_grad
-            ]
-            raise ValueError(
-                f"the model is a PEFT model of type {kind}, which computes one prompt from "
-                f"parameters {names[:5]} and repeats it for the samples, where their gradients "
-                "cannot be told apart. Plain LoRA (LoraConfig) works, and so does prefix tuning"
-            )
-
-
-_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
-
-
 def check_arguments(settings: Settings) -> None:
     """Check the arguments of ``make_private`` that need no loader.
 
@@ -148,11 +129,29 @@ def check_arguments(settings: Settings) -> None:
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
-    if settings.grad_sample_mode != "no_op":
-        _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))
+
+
+def check_scales(settings: Settings, adaptive: bool) -> None:
+    """Check that gradients can be scaled before they are clipped, if the optimizer asks for it.
+
+    Raises:
+        ValueError: They cannot be.
+    """
+    optimizer = settings.optimizer
+    if any(hasattr(part, "gradient_scales") for part in getattr(optimizer, "optimizers", ())):
+        raise ValueError(
+            "an optimizer that scales gradients before they are clipped (ScaledAdamW) must hold "
+            "all parameters: scales are relative to each other"
+        )
+    if hasattr(optimizer, "gradient_scales") and (adaptive or settings.clipping not in FLAT_RULES):
+        raise ValueError(
+            f"{type(optimizer).__name__} scales gradients before they are clipped, which needs one "
+            f"clipping norm that stays: clipping must be one of {sorted(FLAT_RULES)}, got "
+            f"{settings.clipping!r}{' by an adaptive engine' if adaptive else ''}"
+        )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -290,11 +289,6 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
         raise ValueError(
             "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
             f"noise's power of two; got {grid!r}"
-        )
-    if isinstance(settings.module, _OwnDDP | DistributedDataParallel):
-        raise ValueError(
-            "release_grid is not supported with DistributedDataParallel, where the sums of other "
-            "ranks are added after the noise: use FSDP2 or one process"
         )
 
 

@@ -140,6 +140,15 @@ def check_correlated_noise(plan: CorrelatedNoise | None, data_loader: DataLoader
     Raises:
         ValueError: A sample would take part again too soon.
     """
+    if plan is not None and plan.groups is not None:
+        rate = sample_rate_of(data_loader) * plan.groups
+        if rate > 1 + 1e-9:
+            raise ValueError(
+                f"correlated_noise draws batches from {plan.groups} groups of the data in turn, "
+                f"each at {rate:g}, that many times the sample rate: use at most "
+                f"{math.floor(plan.groups / rate)} groups, or smaller batches"
+            )
+        return
     if plan is not None and min(plan.separation, plan.steps) > len(data_loader) < plan.steps:
         raise ValueError(
             f"correlated_noise has separation={plan.separation}, but a pass over the data loader "

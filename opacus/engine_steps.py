@@ -28,6 +28,7 @@ from opacus.engine_checks import (
     check_parallelism,
     check_privacy_unit,
     check_public_numbers,
+    check_scales,
     choose,
     is_distributed,
     on_all_ranks,
@@ -91,6 +92,7 @@ class EngineSteps(EngineCheckpoints):
             check_arguments(asked)
             check_sampling(asked, self.accountant)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
+            check_scales(asked, adaptive=bool(self._criterion_keywords))
             check_parallelism(asked)
             data_layout = choose_data_layout(
                 asked.data_layout,
@@ -124,7 +126,10 @@ class EngineSteps(EngineCheckpoints):
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:
         if settings.poisson_sampling:
             model.forbid_grad_accumulation()
-        how: dict[str, Any] = {} if settings.correlated_noise is None else {"cyclic": True}
+        how: dict[str, Any] = {}
+        if settings.correlated_noise is not None:
+            groups = settings.correlated_noise.groups
+            how = {"cyclic": True} if groups is None else {"groups": groups}
         if settings.max_batch_size is not None:
             how["max_batch_size"] = settings.max_batch_size
         loader = self._prepare_data_loader(
@@ -175,7 +180,8 @@ class EngineSteps(EngineCheckpoints):
         self._prepare_noise(optimizer, settings.module)
         optimizer._layout.grid = settings.release_grid
         if settings.correlated_noise is not None:
-            optimizer._layout.correlate(settings.correlated_noise, loader.batch_sampler)
+            split = getattr(loader.batch_sampler, "groups", None) or loader.batch_sampler
+            optimizer._layout.correlate(settings.correlated_noise, split)
         sampling = sampling_of(settings, loader)
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
@@ -231,6 +237,7 @@ class EngineSteps(EngineCheckpoints):
         rand_on_empty: bool = False,
         sample_rate: float | None = None,
         cyclic: bool = False,
+        groups: int | None = None,
         max_batch_size: int | None = None,
     ) -> DataLoader[Any]:
         if self.dataset is None:
@@ -244,6 +251,7 @@ class EngineSteps(EngineCheckpoints):
                 rand_on_empty=rand_on_empty,
                 sample_rate=sample_rate,
                 cyclic=cyclic,
+                groups=groups,
                 max_batch_size=max_batch_size,
             )
         warn_of_uneven_sampling(data_loader)

@@ -2,7 +2,7 @@
 
     python -m opacus.memory_curve train.py:build --limits 1.0,0.5,0.3 --plot curve.png
 
-``build()`` in ``train.py`` returns ``(model, step)``: the private model of one of the ``_bk`` modes,
+``build()`` in ``train.py`` returns ``(model, step)``: a private model, of one of the ``_bk`` modes,
 and a function that takes one whole training step. On a GPU limits are ``memory_budget`` (shares of
 the card, or GiB from 1.5 on), on a CPU GiB of ``held_budget``. Start several ranks by torchrun.
 """

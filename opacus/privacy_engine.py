@@ -129,7 +129,9 @@ class PrivacyEngine(EngineSteps):
                 epoch has its inverse of steps. By default ``1 / len(data_loader)``.
             correlated_noise: Noise of which later steps take back a part, in place of independent
                 noise. Batches are the same in each pass over the data then, and the accountant
-                counts the whole run at its first step, without amplification by sampling.
+                counts the whole run at its first step, without amplification by sampling; with
+                ``CorrelatedNoise.banded`` batches are drawn from groups of the data in turn, and
+                one step of each round of the groups counts, at so many times the rate.
             sampling: How a unit relates to the rows that are drawn, where it is not one row:
                 ``UserRows`` or ``GaussianMixture``. Needs an engine with the accountant "pld".
             max_batch_size: All batches have rows for so many items, on all ranks together. Smaller
@@ -231,13 +233,15 @@ class PrivacyEngine(EngineSteps):
         rate = sample_rate
         if rate is None:
             rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
-        if kwargs.get("correlated_noise") is not None:  # one mechanism, whatever the steps
-            rate, epochs = 1.0, 1
+        length: dict[str, float] = {"epochs": epochs}
+        if (noise := kwargs.get("correlated_noise")) is not None:
+            rate, steps = noise.accounted(rate)
+            length = {"steps": steps}
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=rate,
-            epochs=epochs,
+            **length,
             accountant=self.accountant.mechanism(),
             sampling=_sampling_to_plan(module, data_loader, kwargs),
         )

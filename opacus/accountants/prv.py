@@ -29,9 +29,10 @@ class PRVAccountant(IAccountant):
     """Composes the distribution of the privacy loss itself (arXiv 2106.02848).
 
     The value is a proven upper bound, up to floating point rounding, for Poisson-sampled Gaussian
-    steps whose noise and rate may change. It exceeds the true epsilon by about `eps_error`, and
-    never exceeds that of `RDPAccountant`, which it takes where it is smaller. Where the grid would
-    pass a million points, as after some 20,000 steps, it takes the value of `PLDAccountant`.
+    steps whose noise and rate may change, and for a sample that is added as for one that is
+    removed. It exceeds the true epsilon by about `eps_error`, and never exceeds that of
+    `RDPAccountant`, which it takes where it is smaller. Where the grid would pass a million points,
+    as after some 20,000 steps, it takes the value of `PLDAccountant`.
     """
 
     def get_epsilon(
@@ -100,12 +101,14 @@ def _coarsen(counts: Counts, most: int) -> Counts:
 def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: float) -> float:
     """Returns the upper bound of the composed privacy loss; infinity if no grid can resolve it."""
     from opacus.accountants.analysis.prv import (
+        AddedSampleGaussianPRV,
         PoissonSubsampledGaussianPRV,
         TruncatedPrivacyRandomVariable,
         compose_heterogeneous,
         discretize,
     )
 
+    prvs: list[PoissonSubsampledGaussianPRV]
     prvs = [PoissonSubsampledGaussianPRV(rate, sigma) for sigma, rate in counts]
     steps = list(counts.values())
     grid = _choose_grid(prvs, steps, eps_error, delta_error)
@@ -115,15 +118,21 @@ def _prv_epsilon(counts: Counts, delta: float, eps_error: float, delta_error: fl
     few = len(counts) <= _FEW_DISTINCT
     if few and domain.size > _LARGE:
         return _pld_epsilon(counts, delta)
-    losses = (
-        discretize(TruncatedPrivacyRandomVariable(prv, domain.t_min, domain.t_max), domain)
-        for prv in prvs
-    )
-    composed = compose_heterogeneous(losses, steps)
-    try:
-        return composed.compute_epsilon(delta, delta_error, eps_error)[2]
-    except ValueError:  # so small a delta drowns in rounding
-        return _pld_epsilon(counts, delta) if few else math.inf
+    directions = [prvs]  # of full batches both are the same
+    if any(rate < 1.0 for _, rate in counts):
+        directions.append([AddedSampleGaussianPRV(rate, sigma) for sigma, rate in counts])
+    largest = -math.inf
+    for direction in directions:
+        losses = (
+            discretize(TruncatedPrivacyRandomVariable(prv, domain.t_min, domain.t_max), domain)
+            for prv in direction
+        )
+        composed = compose_heterogeneous(losses, steps)
+        try:
+            largest = max(largest, composed.compute_epsilon(delta, delta_error, eps_error)[2])
+        except ValueError:  # so small a delta drowns in rounding
+            return _pld_epsilon(counts, delta) if few else math.inf
+    return largest
 
 
 def _pld_epsilon(counts: Counts, delta: float) -> float:

@@ -23,14 +23,11 @@ _CORRELATION = "correlation"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
-    """The noise in a checkpoint: nothing in ``secure_mode``, or before its key is known.
-
-    With DDP the noise is drawn on rank 0, so a file that another rank writes has none either.
-    """
+    """The noise in a checkpoint: nothing in ``secure_mode``, or before its key is known."""
     layout = optimizer._layout
     correlation = layout.correlation
     secret = layout.secure_mode and correlation is None
-    if secret or not layout.noise_is_due() or not layout.key.agreed:
+    if secret or not layout.key.agreed:
         return {}
     state = layout.key.state_dict()
     if correlation is not None:

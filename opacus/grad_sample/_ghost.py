@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.platform.delegated import Delegated
 from opacus.core.privacy.clipping import clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
@@ -24,14 +25,8 @@ class GhostSettings(GradSampleHooks):
     _privacy: PrivacyParams
     _strategy: Ghost
 
-    @property
-    def max_grad_norm(self) -> Any:
-        """Clipping norm C: the one that the optimizer's noise is scaled with."""
-        return self._privacy.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: Any) -> None:
-        self._privacy.max_grad_norm = value
+    # Clipping norm C: the one that the optimizer's noise is scaled with.
+    max_grad_norm = Delegated[Any]("_privacy")
 
     @property
     def deferred_norm_budget(self) -> int | None:
@@ -190,6 +185,8 @@ class GhostNorms(GhostSettings):
     def get_clipping_coef(self) -> Tensor:
         """``[B]`` clipping factors; 0 where the norm is not finite."""
         norms, privacy = self.get_norm_sample(), self._privacy
+        if privacy.gradient_scales is not None:
+            norms = self._norms.scaled(privacy.gradient_scales())
         return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -55,6 +55,17 @@ class Norms:
         self.publish(norm_sq)
         return self.whole
 
+    def scaled(self, scales: Sequence[float]) -> Tensor:
+        """``[B]`` norms of whole gradients, those of parameters multiplied by their scales.
+
+        Args:
+            scales: In the order of :attr:`order`.
+        """
+        assert self.whole is not None
+        scale_of = dict(zip(self.order, scales, strict=True))
+        norm_sq = {name: value * scale_of[name] ** 2 for name, value in self.by_name.items()}
+        return total_norms(norm_sq, len(self.whole), self.whole.device)
+
     def publish(self, norm_sq: Mapping[str, Tensor]) -> None:
         """Set ``p._norm_sample``; no norm of a layer that was not used stays."""
         roots = torch._foreach_sqrt(list(norm_sq.values())) if norm_sq else []
@@ -154,7 +165,7 @@ class Ordinary:
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
         if forward_pass is None or not parameters or not trains():
             return  # autograd.grad asks for other gradients than the parameters'
-        self._strategy.note_ordinary(forward_pass, parameters)
+        self._strategy.summed.note_ordinary(forward_pass, parameters)
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -42,7 +42,7 @@ class DistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptimizer):
         """Write ``p.summed_grad`` plus noise to ``p.grad``, for one parameter."""
         summed: torch.Tensor = p.summed_grad  # type: ignore[attr-defined]
         noise = self._layout.noise(self._privacy.noise_std, summed)
-        p.grad = summed.clone() if noise is None else (summed + noise).to(p.dtype)
+        p.grad = (summed + noise).to(p.dtype)
 
     def _scale_grad_parameter(self, p: nn.Parameter) -> None:
         """Divide ``p.grad`` by the expected global batch size, for one parameter."""

@@ -9,7 +9,7 @@ from opacus.optimizers.optimizer import DPOptimizer
 
 
 class DistributedDPOptimizer(DPOptimizer):
-    """:class:`DPOptimizer` over all ranks: one draw of noise, on rank 0, then a sum.
+    """:class:`DPOptimizer` over all ranks: a sum, then the same noise on each.
 
     ``expected_batch_size`` is the expected number of samples on one rank; arguments are
     those of :class:`DPOptimizer`.
@@ -26,5 +26,5 @@ class DistributedDPOptimizer(DPOptimizer):
         self.world_size = dist.get_world_size()
 
     def reduce_gradients(self) -> None:
-        """Sum ``p.grad`` over ranks."""
-        self._layout.reduce(self.params)
+        """Sum ``p.summed_grad`` over ranks; a step does, before it adds the noise."""
+        self.reduce()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.profiling import NOISE, timed
+from opacus.core.platform.sharded import locals_of
 from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
@@ -35,11 +36,20 @@ class NoisedSums:
     # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
     _overwrites_sums: bool = False
     _clipped_with = 0.0  # largest C of the batches in this step
+    _clipped_scaled_by: list[float] | None = None  # what their gradients were multiplied by
     _noise_std = 0.0  # of the step's own draws
 
     def _note_clipping_norm(self) -> None:
         """C may change before the step (by a scheduler, say): the noise is for the largest."""
         self._clipped_with = max(self._clipped_with, self._privacy.sensitivity)
+        source = self._privacy.gradient_scales
+        scales = None if source is None else list(source())
+        if self._clipped_scaled_by not in (None, scales):
+            raise RuntimeError(
+                "the scales of gradients have changed between the batches of a step, or before its "
+                "noise: call optimizer.zero_grad() after a state was loaded"
+            )
+        self._clipped_scaled_by = scales
 
     @timed(NOISE)
     def add_noise(self) -> None:
@@ -58,6 +68,9 @@ class NoisedSums:
         self._note_clipping_norm()
         std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
         self._noise_std = std
+        scales = self._clipped_scaled_by
+        if scales is not None:
+            torch._foreach_mul_(locals_of(sums), scales)
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
@@ -71,7 +84,12 @@ class NoisedSums:
                     sums[place] = grad  # lets go of the sum
             finally:
                 mark_processed(*used)
-        self._clipped_with = 0.0
+            if scales is not None:
+                torch._foreach_div_(locals_of([p.grad for p in parameters]), scales)
+        self._forget_clipping_norm()
+
+    def _forget_clipping_norm(self) -> None:
+        self._clipped_with, self._clipped_scaled_by = 0.0, None
 
     def name_parameters(self, module: nn.Module) -> None:
         """Let the noise go by the names that parameters have in ``module``.
@@ -115,8 +133,15 @@ class NoisedSums:
             divide([grad for grad in grads if grad is not None], divisor)
 
     def reduce(self) -> None:
-        """Sum the noised gradients over ranks, where that has not been done."""
-        self._layout.reduce(self.params)
+        """Sum ``p.summed_grad`` over ranks, where that has not been done.
+
+        Raises:
+            ValueError: The sum was used in an earlier step already.
+        """
+        sums = [getattr(parameter, "summed_grad", None) for parameter in self.params]
+        check_processed([total for total in sums if total is not None])
+        with torch.no_grad():
+            self._layout.reduce(self.params)
 
 
 def check_processed(tensors: Sequence[Tensor]) -> None:

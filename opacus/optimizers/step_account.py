@@ -21,6 +21,7 @@ class CountedOptimizer(WrappedOptimizer):
     _layout: Single
 
     def _start_counting(self) -> None:
+        self._number = 0  # of the step's noise, where that is correlated
         self._counters: list[StepCounter] = []
         self._step_hooks: list[Callable[[Any], None]] = []
 
@@ -79,14 +80,14 @@ class CountedOptimizer(WrappedOptimizer):
         correlation = self._layout.correlation
         if correlation is None:
             return found
-        # The whole run is one Gaussian mechanism, which the first step pays for.
-        return [count._replace(sample_rate=0.0 if correlation.charged else 1.0) for count in found]
+        self._number = number = self._layout.key.step
+        return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
 
     def _count_step(self, counts: list[Count]) -> None:
         for count in counts:
             count.record(self.noise_multiplier)
         if self._layout.correlation is not None:
-            self._layout.correlation.charged = True
+            self._layout.correlation.pay(self._number)
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

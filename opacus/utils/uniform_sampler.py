@@ -132,6 +132,37 @@ def _draw_by_gaps(num_samples: int, sample_rate: float, coins: Coins) -> Tensor:
     return torch.cat(chosen)
 
 
+class Groups:
+    """Items dealt out to groups, each by a draw of its own that is the same in all passes.
+
+    Args:
+        count: number of groups.
+        generator: seeded source of the draws; by default the operating system.
+        shared: all ranks of the default process group have rank 0's; a collective call.
+
+    Attributes:
+        key: what they are drawn with. It is no secret, unlike the coins that batches are drawn by.
+    """
+
+    def __init__(
+        self, count: int, generator: torch.Generator | None = None, shared: bool = False
+    ) -> None:
+        self._count, self.key = count, RunKey(generator, shared=shared)
+        self.key.agree()
+        self._of: tuple[bytes, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, size: int) -> Tensor:
+        """The group of each of so many items, int, shape `[size]`."""
+        key = self.key.stream(SAMPLING, "parts")
+        if self._of is None or self._of[0] != key:
+            words = words_between(0, size, key, 0, self.key.secure)
+            self._of = key, words.remainder(self._count).int()
+        return self._of[1]
+
+
 class _Keyed(Sampler[list[int]]):
     """A sampler whose coins come from a key, and whose passes have numbers that are never reused.
 
@@ -141,6 +172,7 @@ class _Keyed(Sampler[list[int]]):
         cyclic: whether all passes have the same batches.
         first: number of the batch that the next pass begins with.
         most: largest batch of this rank; further items are left out. `None`: no limit.
+        groups: of the items, of which batches are drawn in turn, at so many times the rate.
     """
 
     draws: Draws
@@ -148,7 +180,9 @@ class _Keyed(Sampler[list[int]]):
 
     _shared = False
     cyclic = False
+    _before = 0  # batches of all passes before
     most: int | None = None
+    groups: Groups | None = None
     first = 0  # batch of the next pass
 
     def _set_key(self, generator: torch.Generator | None) -> None:
@@ -179,6 +213,8 @@ class _Keyed(Sampler[list[int]]):
         self.key = RunKey(self._generator, secure=key.secure, shared=True)
         self.key.at_least(key.numbers)
         self.key.agree()
+        if self.groups is not None:
+            self.groups = Groups(len(self.groups), self._generator, shared=True)
 
     def repeat(self, number: int) -> None:
         """The next pass is pass ``number`` again, to go on in the middle of it."""
@@ -189,12 +225,21 @@ class _Keyed(Sampler[list[int]]):
         again, self._again = self._again, None
         number = self.key.advance(SAMPLING) if again is None else again
         start, self.first = self.first, 0
-        self.draws.begin(start, whole=self.cyclic)
+        self._before = number * len(self)  # type: ignore[arg-type]
+        if self.groups is None:
+            self.draws.begin(start, whole=self.cyclic)
+        else:
+            self.draws.begin(self._before + start, whole=True, cycle=len(self.groups))
         for index in range(start, len(self)):  # type: ignore[arg-type]
             yield Coins.of(self.key, (number << 32) + index, epoch)
 
     def _draw(self, size: int, sample_rate: float, coins: Coins) -> Tensor:
         """The items of a batch, increasing, int64, shape `[batch]`."""
+        if self.groups is not None:
+            count = len(self.groups)
+            chosen = poisson_draw(size, min(1.0, sample_rate * count), coins)
+            group = (self._before + coins.number % 2**32) % count
+            return chosen[self.groups.of(size)[chosen] == group]
         if not self.cyclic:
             return poisson_draw(size, sample_rate, coins)
         key = self.key.stream(SAMPLING, "parts")

@@ -8,7 +8,10 @@ import pytest
 from scipy import integrate
 
 from opacus.accountants import PRVAccountant, RDPAccountant, prv
+from opacus.accountants.analysis.pld import composed_epsilon
+from opacus.accountants.analysis.pld.steps import steps_of
 from opacus.accountants.analysis.prv import (
+    AddedSampleGaussianPRV,
     DiscretePRV,
     Domain,
     PoissonSubsampledGaussianPRV,
@@ -173,6 +176,45 @@ def test_continuous_loss_by_sampling(rate: float, sigma: float) -> None:
     truncated = TruncatedPrivacyRandomVariable(variable, -3000.0, 3000.0)
     spread = float(loss.std()) / math.sqrt(loss.size)
     assert truncated.mean() == pytest.approx(float(loss.mean()), abs=5 * spread)
+
+
+@pytest.mark.parametrize("rate, sigma", [(0.01, 1.0), (0.3, 0.5), (0.9, 0.3)])
+def test_loss_of_an_added_sample_by_sampling(rate: float, sigma: float) -> None:
+    z = sigma * np.random.default_rng(0).standard_normal(200_000)
+    loss = -np.log(1 - rate + rate * np.exp((2 * z - 1) / (2 * sigma**2)))
+    variable = AddedSampleGaussianPRV(rate, sigma)
+    for quantile in np.quantile(loss, [0.01, 0.3, 0.5, 0.9, 0.999]):
+        assert variable.cdf(quantile) == pytest.approx(np.mean(loss <= quantile), abs=5e-3)
+    truncated = TruncatedPrivacyRandomVariable(variable, -3000.0, 3000.0)
+    spread = float(loss.std()) / math.sqrt(loss.size)
+    assert truncated.mean() == pytest.approx(float(loss.mean()), abs=5 * spread)
+    t = np.linspace(float(np.quantile(loss, 0.01)), float(np.quantile(loss, 0.9)), 30)
+    slope = (variable.cdf(t + 1e-6) - variable.cdf(t - 1e-6)) / 2e-6
+    assert variable.pdf(t) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("sigma, rate, steps, delta", [
+    (1.0, 0.1, 100, 1e-5), (0.5, 0.9, 10, 1e-3), (5.0, 0.5, 100, 1e-9), (2.0, 0.01, 30, 1e-2)
+])  # fmt: skip
+def test_both_directions_are_counted(sigma: float, rate: float, steps: int, delta: float) -> None:
+    """Each by itself is what "pld" composes, whose values are those of dp-accounting."""
+    adding, removing = steps_of((sigma, rate, None), steps)
+    found = []
+    for kind, step in ((AddedSampleGaussianPRV, adding), (PoissonSubsampledGaussianPRV, removing)):
+        loss = kind(rate, sigma)
+        grid = prv._choose_grid([loss], [steps], 1e-3, delta / 1000)
+        assert grid is not None
+        part = discretize(
+            TruncatedPrivacyRandomVariable(loss, grid[0].t_min, grid[0].t_max), grid[0]
+        )
+        upper = compose_heterogeneous([part], [steps]).compute_epsilon(
+            delta, delta / 1000, grid[1]
+        )[2]
+        found.append(max(0.0, upper))
+        assert upper == pytest.approx(composed_epsilon([step], delta), rel=5e-3, abs=3e-3)
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    assert accountant.get_epsilon(delta, eps_error=1e-3) == pytest.approx(max(found), rel=1e-9)
 
 
 @pytest.mark.parametrize("rate, sigma", [(0.01, 1.0), (0.3, 0.5), (1.0, 2.0)])

@@ -32,10 +32,14 @@ def check_rdp_against_opacus(case: dict[str, Any]) -> None:
 
 
 def check_prv_against_opacus(case: dict[str, Any]) -> None:
-    """Opacus' value, unless "rdp", which bounds ours, now gives less."""
+    """Opacus' value, unless "rdp", which bounds ours, now gives less.
+
+    Ours is the larger of both directions. Opacus counts removing alone, which is the larger one but
+    for a small part of `eps_error`, 0.01, where epsilon is that error and nothing else.
+    """
     epsilon = book("prv", case).get_epsilon(case["delta"])
     if epsilon < book("rdp", case).get_epsilon(case["delta"]):
-        assert epsilon == pytest.approx(case["prv"], rel=0.01), case
+        assert epsilon == pytest.approx(case["prv"], rel=0.01, abs=5e-4), case
     else:
         assert (case["pld"] or 0.0) * 0.97 - 1e-3 <= epsilon <= 1.01 * case["prv"], case
 

@@ -74,7 +74,7 @@ class Run:
             sums = sums or [p.summed_grad for p in self.optimizer.params]
             size = self.optimizer.expected_batch_size * layout.world_size
             for p, total in zip(self.optimizer.params, sums, strict=True):
-                if isinstance(layout, DataParallel):
+                if isinstance(layout, DataParallel) and self.ghost:  # else it is summed
                     dist.all_reduce(total)
                 drawn.append(whole(p.grad * size - total).flatten())
         return [torch.cat(drawn)] if drawn else []

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core.kernels.noise.gaussian import grid_of
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from tests.helpers import problems
 
 B, SIGMA, CLIP = 8, 3.0, 0.7
@@ -61,14 +60,3 @@ def test_secure_mode_takes_the_grid_that_is_given() -> None:
 def test_what_is_no_grid_is_refused(part: float) -> None:
     with pytest.raises(ValueError, match="power of two"):
         sums("hooks", release_grid=part)
-
-
-def test_ddp_is_refused() -> None:
-    from opacus.engine_checks import check_noise_source
-
-    class Settings:
-        noise_generator, release_grid = None, 0.5
-        module = object.__new__(DifferentiallyPrivateDistributedDataParallel)
-
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        check_noise_source(Settings(), secure_mode=False)  # type: ignore[arg-type]

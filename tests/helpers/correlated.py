@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from opacus.core.privacy.noise import add_noise
 
 ROWS, BATCHES, SIGMA, CLIP = 40, 4, 1.5, 0.05
 PLAN = CorrelatedNoise.square_root(3, steps=12, separation=BATCHES)
+BUFFERED = CorrelatedNoise((1.0,), 12, BATCHES, buffers=((-0.4, 0.4), (-0.05, 0.8)))
+BANDED = CorrelatedNoise((1.0,), 12, 2, strategy=(1.0, 0.6))
 
 
 def model() -> nn.Module:
@@ -36,6 +41,7 @@ class Run:
         mode: str = "hooks",
         seed: int | None = 5,
         secure: bool = False,
+        made_by: Callable[[Any], torch.optim.Optimizer] | None = None,
         **kw: Any,
     ) -> None:
         self.engine = PrivacyEngine(accountant="pld", secure_mode=secure)
@@ -43,17 +49,23 @@ class Run:
         split = None if seed is None else torch.Generator().manual_seed(7)
         self.made: Any = self.engine.make_private(
             module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
+            optimizer=(made_by or partial(torch.optim.SGD, lr=0.5))(module.parameters()),
             data_loader=DataLoader(data(), batch_size=ROWS // BATCHES, generator=split),
-            max_grad_norm=CLIP,
             grad_sample_mode=mode,
             noise_generator=own,
-            **{"noise_multiplier": SIGMA, "correlated_noise": PLAN, **kw},
+            **{
+                "noise_multiplier": SIGMA,
+                "max_grad_norm": CLIP,
+                "correlated_noise": PLAN,
+                **kw,
+            },
         )
         self.model, self.optimizer, self.loader = self.made[0], self.made[1], self.made[-1]
+        self.seen: list[tuple[Tensor, Tensor]] = []
         self.loss = self.made[2] if len(self.made) == 4 else nn.CrossEntropyLoss()
 
     def step(self, x: Tensor, y: Tensor) -> None:
+        self.seen.append((x, y))
         self.optimizer.zero_grad()
         self.loss(self.model(x), y).backward()
         self.optimizer.step()
@@ -71,13 +83,16 @@ class Run:
         return [p.detach() for p in self.optimizer.params]
 
 
-def clipped_sum(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """One sample at a time, by plain autograd."""
+def clipped_sum(
+    module: nn.Module, x: Tensor, y: Tensor, scales: Sequence[float] = (1.0,) * 4
+) -> list[Tensor]:
+    """One sample at a time, by plain autograd; norms of gradients multiplied by scales."""
     parameters = list(module.parameters())
     total = [torch.zeros_like(p) for p in parameters]
     for row, target in zip(x.split(1), y.split(1), strict=True):
         grads = torch.autograd.grad(nn.functional.cross_entropy(module(row), target), parameters)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        pairs = zip(scales, grads, strict=True)
+        norm = math.sqrt(sum(s * s * float(g.square().sum()) for s, g in pairs))
         assert norm > CLIP
         for t, g in zip(total, grads, strict=True):
             t += g * CLIP / (norm + 1e-6)
@@ -95,7 +110,7 @@ def white(run: Run, number: int) -> list[Tensor]:
 
 def reference(run: Run, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The weights after steps with these batches, in float64, the noise summed term by term."""
-    module = model()
+    module, plan = model(), run.optimizer.plan.correlated_noise
     drawn: list[list[Tensor]] = []
     for number, (x, y) in enumerate(batches):
         drawn.append(white(run, number))
@@ -103,9 +118,34 @@ def reference(run: Run, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         for place, parameter in enumerate(module.parameters()):
             noise = sum(
                 weight * drawn[number - age][place]
-                for age, weight in enumerate(PLAN.weights)
-                if age <= number
+                for age, weight in enumerate(plan.coefficients[: number + 1])
             )
-            step = total[place] + SIGMA * CLIP * PLAN.sensitivity * noise
+            step = total[place] + SIGMA * CLIP * plan.sensitivity * noise
             parameter.data -= 0.5 * step / (ROWS / BATCHES)
     return [p.detach() for p in module.parameters()]
+
+
+# --- dense matrices ---
+
+
+def toeplitz(weights: tuple[float, ...], steps: int) -> Tensor:
+    """``[steps, steps]`` with the weights below each other."""
+    matrix = torch.zeros(steps, steps, dtype=torch.float64)
+    for age, weight in enumerate(weights[:steps]):
+        matrix += weight * torch.diag(torch.ones(steps - age, dtype=torch.float64), -age)
+    return matrix
+
+
+def worst(plan: CorrelatedNoise) -> float:
+    """The largest ``||C u||`` over all ways to take part, gradients of norm 1 of either sign."""
+    inverse = torch.linalg.inv(toeplitz(plan.weights, plan.steps))
+    found = 0.0
+    for signs in itertools.product((-1.0, 0.0, 1.0), repeat=plan.steps):
+        places = [place for place, sign in enumerate(signs) if sign]
+        if all(b - a >= plan.separation for a, b in itertools.pairwise(places)):
+            found = max(found, float((inverse @ torch.tensor(signs, dtype=torch.float64)).norm()))
+    return found
+
+
+def root(plan: CorrelatedNoise) -> float:
+    return math.sqrt(math.fsum(plan.squared_errors()) / plan.steps)

@@ -2,14 +2,17 @@
 
 The sum of the gradients up to each step then has far less noise than with independent draws, for
 the same privacy of the whole run (matrix factorisation, arXiv 2202.08312). The noise of step t is
-``sum_j weights[j] z[t - j]`` of white draws z, which the run's counter makes again: nothing is
-stored, and each rank makes its own shard's.
+``sum_j w[j] z[t - j]`` of white draws z, which the run's counter makes again.
 
-Why it is private: with W the banded Toeplitz matrix of the weights, the released gradients are
+Why it is private: with W the Toeplitz matrix of the w, the released gradients are
 ``G + W Z = W (C G + Z)``, where ``C = W^-1``. So they tell no more than ``C G + Z``, one Gaussian
 mechanism over the whole run, whose sensitivity is that of ``C G``: the white draws have
 ``noise_multiplier * max_grad_norm`` times :attr:`CorrelatedNoise.sensitivity` as their deviation.
 It holds for gradients that depend on what was released before (arXiv 2202.08312, theorem 2.1).
+
+With a banded C, and samples that may be drawn in every b-th step alone, the steps of a sample move
+different rows of ``C G``. These are a Poisson-sampled Gaussian mechanism each time, and privacy is
+amplified by sampling (cyclic Poisson sampling, arXiv 2306.08153, theorem 4).
 """
 
 from __future__ import annotations
@@ -18,12 +21,10 @@ import functools
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from opacus.core.privacy.key import RunKey
+from opacus.core.privacy import correlated_search as search
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class CorrelatedNoise:
         steps: Most steps that the run may take.
         separation: Two steps in which one sample takes part are at least so many apart;
             ``steps`` if it takes part once.
+        buffers: (scale, decay) of each buffer: ``w[j]`` is the sum of ``scale * decay ** (j - 1)``.
+            Then ``weights`` is ``(1.0,)``.
+        strategy: The coefficients of C, of which the first is 1, where C is banded and the w follow
+            from it. Then each step draws by Poisson sampling from one of ``separation`` groups of
+            the data, in turn, and ``weights`` is ``(1.0,)``.
 
     Raises:
         ValueError: A value is out of range.
@@ -43,15 +49,42 @@ class CorrelatedNoise:
     weights: tuple[float, ...]
     steps: int
     separation: int
+    buffers: tuple[tuple[float, float], ...] = ()
+    strategy: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
-        if not self.weights or self.weights[0] != 1.0 or not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"weights must be finite and begin with 1, got {self.weights}")
+        for name in ("weights", "strategy"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        pairs = tuple((float(scale), float(decay)) for scale, decay in self.buffers)
+        object.__setattr__(self, "buffers", pairs)
+        for name in ("weights", "strategy"):
+            series = getattr(self, name)
+            if name == "strategy" and not series:
+                continue
+            if not series or series[0] != 1.0 or not all(map(math.isfinite, series)):
+                raise ValueError(f"{name} must be finite and begin with 1, got {series}")
         for name in ("steps", "separation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        if not all(math.isfinite(scale) and abs(decay) < 1 for scale, decay in self.buffers):
+            raise ValueError(
+                f"buffers must be finite scales and decays in (-1, 1), got {self.buffers}"
+            )
+        kinds = (len(self.weights) > 1, bool(self.buffers), bool(self.strategy))
+        if sum(kinds) > 1:
+            raise ValueError(
+                "weights (1.0,) must go with buffers or with a strategy, and not with both, got "
+                f"{self.weights}, {self.buffers} and {self.strategy}"
+            )
+        if len(self.strategy) > self.separation:
+            raise ValueError(
+                f"a strategy of {len(self.strategy)} bands needs a separation of at least that, "
+                f"got {self.separation}: a sample may take part again once its column has ended"
+            )
 
     @classmethod
     def square_root(
@@ -64,8 +97,7 @@ class CorrelatedNoise:
             steps: See the class.
             separation: See the class; by default a sample takes part once.
         """
-        if bands < 1:
-            raise ValueError(f"bands must be at least 1, got {bands!r}")
+        _check_count("bands", bands)
         weights = [1.0]  # coefficients of (1 - x)^(1/2)
         for place in range(1, bands):
             weights.append(weights[-1] * (place - 1.5) / place)
@@ -84,37 +116,103 @@ class CorrelatedNoise:
             rounds: Most iterations of the search.
         """
         known = cls.square_root(bands, steps=steps, separation=separation)
-        tail = torch.tensor(known.weights[1:], dtype=torch.float64, device="cpu")
-        if not len(tail):
-            return known
-        tail.requires_grad_(True)
-        search = torch.optim.LBFGS(
-            [tail], lr=0.1, max_iter=rounds, line_search_fn="strong_wolfe", tolerance_change=1e-6
+        apart = known.separation
+        tail = search.descend(
+            known.weights[1:], lambda point: search.error_of_weights(point, steps, apart), rounds
         )
+        return known if tail is None else _better(known, cls((1.0, *tail), steps, apart))
 
-        def loss() -> Tensor:
-            search.zero_grad()
-            value = _log_error(tail, steps, known.separation)
-            if not math.isfinite(float(value.detach())):  # C explodes: not that far
-                value = _FAR + 0.0 * tail.sum()
-            value.backward()
-            return value.detach()
+    @classmethod
+    def buffered(
+        cls,
+        buffers: int,
+        *,
+        steps: int,
+        separation: int | None = None,
+        largest: bool = False,
+        rounds: int = 200,
+    ) -> CorrelatedNoise:
+        """A buffered linear Toeplitz matrix with a small error (BLT, arXiv 2404.16706, 2408.08868).
 
-        with torch.enable_grad():
-            search.step(loss)  # type: ignore[arg-type]
-        found = tail.detach().tolist()
-        if not all(map(math.isfinite, found)):
+        All earlier draws are in a few buffers of the parameters' size (on each rank, of its
+        shards), so a step costs one draw, however far back its noise reaches.
+
+        Args:
+            buffers: How many; 2 to 5 are nearly optimal.
+            steps, separation: See :meth:`square_root`.
+            largest: Minimise the largest squared error of a prefix sum, not the mean.
+            rounds: Most iterations of the search.
+        """
+        _check_count("buffers", buffers)
+        apart = steps if separation is None else separation
+        known = cls((1.0,), steps, apart)
+        point = search.descend(
+            search.first_buffers(buffers, steps),
+            lambda point: search.error_of_buffers(point, steps, apart, largest),
+            rounds,
+        )
+        if point is None:
             return known
-        made = cls((1.0, *found), steps, known.separation)
-        return min(known, made, key=lambda plan: math.fsum(plan.squared_errors()))
+        logits, logs = torch.tensor(point, dtype=torch.float64, device="cpu").chunk(2)
+        decays, scales = search.inverted(logits.sigmoid(), logs.exp())
+        pairs = zip(scales.tolist(), decays.tolist(), strict=True)
+        return cls((1.0,), steps, apart, buffers=tuple(pairs))
+
+    @classmethod
+    def banded(
+        cls, bands: int, *, steps: int, groups: int | None = None, rounds: int = 100
+    ) -> CorrelatedNoise:
+        """A banded C with a small mean squared error, amplified by sampling (arXiv 2306.08153).
+
+        Each step draws by Poisson sampling from the next of ``groups`` parts of the data, at so
+        many times the sample rate. Few bands keep more of the amplification, many take back more
+        noise: compare :meth:`squared_errors`, at the noise multiplier that each needs. Sampling at
+        random distances (b-min-sep, arXiv 2602.09338) amplifies more, but is counted by simulation,
+        which no accountant here does.
+
+        Args:
+            bands: Coefficients of C; a step's noise is made of so many buffers less one. 1 is
+                DP-SGD.
+            steps: See the class.
+            groups: Parts of the data, at least ``bands``, which is the default.
+            rounds: Most iterations of the search.
+        """
+        _check_count("bands", bands)
+        ratios = [math.comb(2 * k, k) / 4**k for k in range(bands)]  # of (1 - x)^(-1/2)
+        apart = bands if groups is None else groups
+        known = cls((1.0,), steps, apart, strategy=tuple(ratios))
+        tail = search.descend(
+            ratios[1:], lambda point: search.error_of_strategy(point, steps), rounds
+        )
+        if tail is None:
+            return known
+        return _better(known, cls((1.0,), steps, apart, strategy=(1.0, *tail)))
+
+    @property
+    def groups(self) -> int | None:
+        """Parts of the data that batches are drawn from in turn; ``None``: batches are parts."""
+        return self.separation if self.strategy else None
+
+    def accounted(self, sample_rate: float) -> tuple[float, int]:
+        """Rate and number of the Poisson-sampled Gaussian steps that the whole run is.
+
+        Args:
+            sample_rate: Probability of one sample being in one batch, on average.
+        """
+        if self.groups is None:
+            return 1.0, 1
+        return min(1.0, sample_rate * self.groups), -(-self.steps // self.groups)
 
     @functools.cached_property
     def sensitivity(self) -> float:
         """Largest ``||C u||`` over all allowed participations, for gradients of norm 1.
 
-        Exact where C's coefficients fall and are not negative (arXiv 2405.13763, theorem 2), as
-        those of :meth:`square_root` are; otherwise of a matrix that exceeds them, which bounds it.
+        With a strategy, of one time that a sample takes part. Otherwise exact where C's
+        coefficients fall and are not negative (arXiv 2405.13763, theorem 2), as those of
+        :meth:`square_root` and :meth:`buffered` are; or of a matrix that exceeds them, a bound.
         """
+        if self.strategy:
+            return math.sqrt(math.fsum(value * value for value in self.strategy))
         falling = list(accumulate(map(abs, reversed(self._inverse())), max))[::-1]
         total = [0.0] * self.steps
         for start in range(0, self.steps, self.separation):
@@ -124,185 +222,57 @@ class CorrelatedNoise:
 
     def _inverse(self) -> list[float]:
         """The first ``steps`` coefficients of C."""
-        past = self.weights[1:]
-        found = [1.0]
-        for place in range(1, self.steps):
-            reach = min(len(past), place)
-            found.append(-math.fsum(past[j] * found[place - 1 - j] for j in range(reach)))
+        if not self.buffers:
+            return _reciprocal(self.weights, self.steps)
+        past, found = [0.0] * len(self.buffers), [1.0]
+        for _ in range(1, self.steps):  # what a step takes back of C's own earlier ones
+            past = [d * p + found[-1] for (_, d), p in zip(self.buffers, past, strict=True)]
+            pairs = zip(self.buffers, past, strict=True)
+            found.append(-math.fsum(scale * held for (scale, _), held in pairs))
         return found
+
+    @functools.cached_property
+    def coefficients(self) -> list[float]:
+        """``w[0]``, ``w[1]``, ..., ``[steps]``."""
+        if self.strategy:
+            return _reciprocal(self.strategy, self.steps)
+        if not self.buffers:
+            return [*self.weights, *[0.0] * self.steps][: self.steps]
+        held, found = [scale for scale, _ in self.buffers], [1.0]
+        for _ in range(1, self.steps):
+            found.append(math.fsum(held))
+            held = [h * decay for h, (_, decay) in zip(held, self.buffers, strict=True)]
+        return found
+
+    @functools.cached_property
+    def spreads(self) -> list[float]:
+        """Deviation of each step's noise relative to that of its own draw, ``[steps]``."""
+        return [math.sqrt(s) for s in accumulate(w * w for w in self.coefficients)]
 
     def squared_errors(self) -> list[float]:
         """Of the noise in the sum of the first 1, 2, ... gradients, ``[steps]``.
 
         In units of ``(noise_multiplier * max_grad_norm)^2`` and for one element. Of independent
-        noise they are 1, 2, ..., times the most steps that a sample takes part in.
+        noise they are 1, 2, ..., times the most steps that a sample takes part in; with a strategy
+        the noise multiplier is that of :meth:`accounted` steps.
         """
-        weights = [*self.weights, *[0.0] * self.steps][: self.steps]
-        of_draws = accumulate(sum_ * sum_ for sum_ in accumulate(weights))
+        of_draws = accumulate(sum_ * sum_ for sum_ in accumulate(self.coefficients))
         return [self.sensitivity**2 * value for value in of_draws]
 
 
-def _log_error(tail: Tensor, steps: int, separation: int) -> Tensor:
-    """Logarithm of the mean squared error of prefix sums, for coefficients of C that fall.
-
-    Args:
-        tail: ``[bands - 1]``, the weights but for the first.
-        steps, separation: See :class:`CorrelatedNoise`.
-    """
-    weights = torch.cat([tail.new_ones(1), tail])[:steps]
-    weights = torch.cat([weights, tail.new_zeros(steps - len(weights))])
-    inverse, known = tail.new_ones(1), 1
-    while known < steps:  # Newton's iteration for 1 / w of power series
-        known = min(2 * known, steps)
-        size = 4 * known
-        spectrum = torch.fft.rfft(inverse, size)
-        product = spectrum * (2 - torch.fft.rfft(weights[:known], size) * spectrum)
-        inverse = torch.fft.irfft(product, size)[:known]
-    total = sum(
-        torch.cat([tail.new_zeros(start), inverse[: steps - start]])
-        for start in range(0, steps, separation)
-    )
-    left = torch.arange(steps, 0, -1, dtype=torch.float64, device="cpu")
-    error = (left * weights.cumsum(0).square()).sum()
-    return torch.as_tensor(total).square().sum().log() + error.log()
+def _check_count(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-# Above every logarithm of an error.
-_FAR = 1e6
+def _reciprocal(series: tuple[float, ...], steps: int) -> list[float]:
+    """The first ``steps`` coefficients of 1 / series, whose first is 1."""
+    past, found = series[1:], [1.0]
+    for place in range(1, steps):
+        reach = min(len(past), place)
+        found.append(-math.fsum(past[j] * found[place - 1 - j] for j in range(reach)))
+    return found
 
 
-class Split(Protocol):
-    """The parts that the data were split into: what draws batches."""
-
-    @property
-    def key(self) -> RunKey:
-        """What the split was drawn with."""
-
-    def __len__(self) -> int:
-        """Number of parts."""
-
-
-class Correlation:
-    """Correlated noise of one run: its start, and when each part of the data took part.
-
-    Args:
-        plan: What it keeps to.
-        split: Of the data. ``None`` in a copy, which takes no step.
-
-    Attributes:
-        plan: As given.
-        charged: Whether the accountant knows of the run, all steps of which are one mechanism.
-        spread: Deviation of the latest step's noise relative to that of its own draws.
-    """
-
-    def __init__(self, plan: CorrelatedNoise, split: Split | None = None) -> None:
-        self.plan, self.split = plan, split
-        self.charged = False
-        self.spread = 1.0
-        self._first: int | None = None  # number of the first step
-        self._std: float | None = None  # of the white draws
-        self._parts: str | None = None  # names the split that the first step was of
-        self._part, self._shift = -1, -math.inf  # of the latest batch
-
-    def take_part(self, part: int, number: int) -> None:
-        """The step of this number is of this part of the data.
-
-        Args:
-            part: Each sample is in one part, in all passes the same.
-            number: Of the step.
-
-        Raises:
-            RuntimeError: Samples of the part may have taken part too recently.
-        """
-        if self.split is None:
-            raise RuntimeError(
-                "a copy of an optimizer with correlated noise has no data loader: make_private "
-                "makes another optimizer"
-            )
-        parts = f"{len(self.split)} parts by {self.split.key.key.identifier}"
-        # Parts come in order, so in a pass the shift must not fall; the next pass is later by a
-        # whole separation for all parts if it is for the first.
-        shift = number - part
-        least = self._shift if part > self._part else self._shift + self.plan.separation
-        if shift < least or parts != (self._parts or parts):
-            raise RuntimeError(
-                f"samples of the batch number {part} of this pass, in step {number}, may have "
-                "taken part too short a time ago: with correlated noise there must be "
-                f"{self.plan.separation} steps in between. Take a step with every batch of the "
-                "private loader, in its order, go through whole passes, and leave its batches "
-                "what they are"
-            )
-        self._parts, self._part, self._shift = parts, part, shift
-
-    def past(self, number: int, std: float) -> list[tuple[float, int]]:
-        """Weights and numbers of the earlier steps whose draws belong to a step's noise.
-
-        Args:
-            number: Of the step.
-            std: Standard deviation of its white draw.
-
-        Raises:
-            RuntimeError: The run is over, or its noise has been changed.
-        """
-        first = number if self._first is None else self._first
-        if number - first >= self.plan.steps:
-            raise RuntimeError(
-                f"all {self.plan.steps} steps of the correlated noise have been taken, and its "
-                "sensitivity is for no more: make a new CorrelatedNoise with more steps before "
-                "training begins"
-            )
-        if self._std is not None and not math.isclose(std, self._std, rel_tol=1e-9):
-            raise RuntimeError(
-                f"the noise's deviation was {self._std:g} when the run began and would be {std:g}: "
-                "with correlated noise noise_multiplier and max_grad_norm must not change"
-            )
-        self._first, self._std = first, std
-        weights = self.plan.weights[1 : number - first + 1]
-        self.spread = math.hypot(1.0, *weights)
-        return [(w, number - age) for age, w in enumerate(weights, start=1) if w]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types. They hold the secret of the split, without which it could not go on."""
-        split = None if self.split is None else self.split.key.key.secret.hex()
-        own = {name: value for name, value in vars(self).items() if name in _STATE}
-        return {**own, "plan": self._described(), "split": split}
-
-    def check(self, state: Any) -> None:
-        """Refuse the state of a run with other noise.
-
-        Raises:
-            ValueError: It names what differs.
-        """
-        saved = state.get("plan") if isinstance(state, dict) else None
-        if saved != self._described():
-            raise ValueError(
-                f"the run that saved this had the correlated noise {saved}, and this one has "
-                f"{self._described()}: go on with the same correlated_noise and as many batches"
-            )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What :meth:`state_dict` returned, of a run with the same plan; takes over its split."""
-        self.check(state)
-        vars(self).update({name: state[name] for name in _STATE})
-        if self.split is not None and state["split"] is not None:
-            self.split.key.adopt(bytes.fromhex(state["split"]))
-
-    def _described(self) -> dict[str, Any]:
-        plan, parts = self.plan, None if self.split is None else len(self.split)
-        weights = list(plan.weights)
-        return {
-            "weights": weights,
-            "steps": plan.steps,
-            "separation": plan.separation,
-            "batches": parts,
-        }
-
-    def __deepcopy__(self, memo: Any) -> Correlation:
-        """A copy has a key of its own, so it is another run."""
-        return Correlation(self.plan)
-
-    def __reduce__(self) -> Any:
-        return Correlation, (self.plan,)
-
-
-_STATE = ("charged", "_first", "_std", "_parts", "_part", "_shift")
+def _better(*plans: CorrelatedNoise) -> CorrelatedNoise:
+    return min(plans, key=lambda plan: math.fsum(plan.squared_errors()))

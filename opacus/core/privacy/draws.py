@@ -31,6 +31,7 @@ class Draws:
         self.started = False
         self.part = -1
         self._next_part = 0
+        self._cycle: int | None = None
         self._logical = 0
         # (items, numbers of the logical batch: of all, and in its pass); the oldest go where nobody
         # takes steps
@@ -38,19 +39,21 @@ class Draws:
         self._seen = 0
         self._used: set[int] = set()  # logical batches in the step so far
 
-    def begin(self, part: int = 0, whole: bool = False) -> None:
+    def begin(self, part: int = 0, whole: bool = False, cycle: int | None = None) -> None:
         """A pass over the data begins.
 
         Args:
             part: Number of its first batch.
             whole: Whether each batch of the pass before must have been used in a step, once a step
                 has been taken.
+            cycle: After how many batches their numbers begin again.
 
         Raises:
             RuntimeError: Some have not.
         """
         self.started = True
-        self._next_part = part
+        self._cycle = cycle
+        self._next_part = part if cycle is None else part % cycle
         if not whole:
             return
         left = len(self._waiting)
@@ -71,6 +74,8 @@ class Draws:
         self._waiting.append((items, self._logical, self._next_part))
         self._logical += last
         self._next_part += last
+        if self._cycle is not None:
+            self._next_part %= self._cycle
 
     def leave_oldest(self, still_there: int) -> None:
         """No step will be taken with the oldest of the last `still_there` batches."""

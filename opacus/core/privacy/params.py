@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 REDUCTIONS = ("mean", "sum")
 
@@ -42,6 +42,9 @@ class PrivacyParams:
         self.clip_rule = "flat"
         self._max_grad_norm = 0.0
         self.max_grad_norms: list[float] | None = None
+        # What gradients of the parameters are multiplied by before they are clipped and get noise,
+        # and divided by afterwards, in the order of the optimizer; None: by nothing.
+        self.gradient_scales: Callable[[], Sequence[float]] | None = None
         # Noise of a private count that shares the budget (adaptive clipping), or None.
         self.count_noise_std: float | None = None
         self.noise_multiplier = noise_multiplier

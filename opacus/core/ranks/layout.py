@@ -4,7 +4,7 @@
 layout              samples on ranks   gradient sum          noise
 ==================  =================  ====================  =====================
 ``Single``          --                 --                    one draw
-``DataParallel``    different          all-reduce            one draw, on rank 0
+``DataParallel``    different          all-reduce            the same on each, then
 ``Sharded``         different          reduce-scatter, FSDP  own stream per shard
 ``TensorParallel``  the same           none                  per shard; one if whole
 ==================  =================  ====================  =====================
@@ -30,7 +30,8 @@ from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
 from opacus.core.platform.sizes import NOISE_ELEMENTS
-from opacus.core.privacy.correlated import CorrelatedNoise, Correlation, Split
+from opacus.core.privacy.correlated import CorrelatedNoise
+from opacus.core.privacy.correlation import Correlation, Split
 from opacus.core.privacy.key import APART, COUNT, NOISE, RunKey
 from opacus.core.privacy.noise import add_noise
 
@@ -97,16 +98,14 @@ class Single:
         if self.correlation is not None:
             self.key.advance(NOISE)
 
-    def noise(self, std: float, reference: Tensor) -> Tensor | None:
-        """Noise by itself, other noise in each call; None where none is due.
+    def noise(self, std: float, reference: Tensor) -> Tensor:
+        """Noise by itself, other noise in each call.
 
         Args:
             std: Standard deviation.
             reference: A gradient; the noise has its shape, layout and device.
         """
         number = self.key.advance(APART)
-        if not self.noise_is_due():
-            return None
         noise = torch.zeros_like(reference, dtype=_wide(reference.dtype))
         if std:
             add_noise(std, [(noise, noise, "")], self.key, APART, self.secure_mode, number)
@@ -120,7 +119,7 @@ class Single:
         in_place: bool = False,
         names: Sequence[str] | None = None,
     ) -> Iterable[Tensor]:
-        """Each sum with the noise that is due to it here, a step of the key's.
+        """Each sum with its noise, a step of the key's.
 
         Args:
             std: Standard deviation of the noise; with a correlation, of the white draws.
@@ -134,13 +133,12 @@ class Single:
         """
         past = [] if self.correlation is None else self.correlation.past(self.key.step, std)
         step = self.key.advance(NOISE)
-        due = std > 0 and self.noise_is_due()
         names = [str(place) for place in range(len(sums))] if names is None else names
         jobs = []
         for total, own, dtype, name in zip(sums, locals_of(sums), dtypes, names, strict=True):
             stays = in_place and total.dtype == dtype
             jobs.append((total, None if stays else dtype, name, 0 if stays else own.numel()))
-        return chain.from_iterable(self._pieces(std if due else 0.0, jobs, step, past))
+        return chain.from_iterable(self._pieces(std, jobs, step, past))
 
     def _pieces(
         self,
@@ -154,7 +152,12 @@ class Single:
                 (total, total if dtype is None else _like(total, dtype), name)
                 for total, dtype, name, _ in piece
             ]
-            if std:
+            if std > 0 and self.correlation is not None and self.correlation.buffers is not None:
+                numbers = self.correlation.first, step
+                self.correlation.buffers.add(
+                    std, todo, self.key, numbers, self.secure_mode, self.grid
+                )
+            elif std > 0:
                 add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
             else:
                 for total, target, _ in todo:
@@ -170,14 +173,10 @@ class Single:
         return count
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the noised gradients over ranks, where that has not been done."""
+        """Sum the clipped sums over ranks, where that has not been done."""
 
     def draws_shared_noise(self) -> bool:
         """Whether this rank draws the noise of numbers that are summed over ranks."""
-        return True
-
-    def noise_is_due(self) -> bool:
-        """Whether gradients get noise on this rank."""
         return True
 
 
@@ -190,7 +189,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class DataParallel(Single):
-    """Replicas of the model with different samples (DDP)."""
+    """Replicas of the model with different samples (DDP).
+
+    Each adds the same noise to the sum over ranks, so what is released is rounded after that sum.
+    """
+
+    shares_key = True
 
     def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
         super().__init__(generator, secure_mode)
@@ -200,13 +204,14 @@ class DataParallel(Single):
     def draws_shared_noise(self) -> bool:
         return self.rank == 0
 
-    noise_is_due = draws_shared_noise  # gradients are summed over ranks after it
-
     @timed(REDUCTION)
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            total: Tensor | None = getattr(parameter, "summed_grad", None)
+            # In fp32, as long as the noise is missing; a rank may lack what others have used.
+            own = torch.zeros_like(parameter) if total is None else total
+            parameter.summed_grad = own = own.to(_wide(own.dtype))  # type: ignore[attr-defined]
+            dist.all_reduce(own, op=dist.ReduceOp.SUM)
 
 
 class Sharded(Single):
@@ -223,7 +228,7 @@ class Sharded(Single):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def noise(self, std: float, reference: Tensor) -> Tensor | None:
+    def noise(self, std: float, reference: Tensor) -> Tensor:
         check_sharded([reference])
         return super().noise(std, reference)
 

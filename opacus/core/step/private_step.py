@@ -1,7 +1,7 @@
 """The private step, from per-sample losses to the gradient that is released: read it from the top.
 
     clip_batch    losses -> records -> norms -> factors -> the records again -> clipped sum
-    release       clipped sums -> count -> noise -> sum over ranks -> mean -> penalties
+    release       clipped sums -> sum over ranks -> noise -> count -> mean -> penalties
 
 ``clip_batch`` is the ``backward()`` of the criterion in ghost modes, once for each physical batch.
 In ``hooks`` and its like ``backward()`` leaves per-sample gradients, and
@@ -14,7 +14,7 @@ what                   where
 records                ``record/``: taps on the layers; ``rules/``: what a layer's gradient is
 norms                  ``norms/ledger.py``; ``ranks/replicated.py`` where ranks share the work
 factors                ``privacy/clipping.py``, with C from ``privacy/params.py``
-the records again      ``sums/one_pass.py`` keeps or stores them, ``sums/strategy.py`` replays
+the records again      ``sums/one_pass.py`` keeps or stores them, ``sums/two_pass.py`` replays
 clipped sum            ``sums/weighting.py``; ``ranks/reduction.py`` for shards
 what a step is made of ``privacy/draws.py``, ``sums/sum_watch.py``, ``isolation/``
 noise                  ``privacy/noise.py``, with keys and counters from ``privacy/key.py``
@@ -112,10 +112,7 @@ class Optimizer(Protocol):
         """Count the step and drop its sums."""
 
     def noise_and_count(self) -> None:
-        """Add the noise, and count the step with the accountants."""
-
-    def reduce(self) -> None:
-        """Sum over ranks, where that has not been done."""
+        """Add the noise to the sum over ranks, and count the step with the accountants."""
 
     def scale_grad(self) -> None:
         """Divide by the expected batch size."""
@@ -191,7 +188,6 @@ def release(optimizer: Optimizer) -> bool:
         optimizer.skip_overflowed_step()
         return False
     optimizer.noise_and_count()
-    optimizer.reduce()
     optimizer.scale_grad()
     optimizer.add_penalties()
     optimizer.call_step_hooks()

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 
 import pytest
 import torch
-from torch import Tensor
 
-from opacus.core.privacy.correlated import CorrelatedNoise, Correlation
+from opacus.core.privacy.correlated import CorrelatedNoise
+from opacus.core.privacy.correlation import Correlation
 from opacus.core.privacy.key import RunKey
-
-
-def toeplitz(weights: tuple[float, ...], steps: int) -> Tensor:
-    """``[steps, steps]`` with the weights below each other."""
-    matrix = torch.zeros(steps, steps, dtype=torch.float64)
-    for age, weight in enumerate(weights[:steps]):
-        matrix += weight * torch.diag(torch.ones(steps - age, dtype=torch.float64), -age)
-    return matrix
-
-
-def worst(plan: CorrelatedNoise) -> float:
-    """The largest ``||C u||`` over all ways to take part, gradients of norm 1 of either sign."""
-    inverse = torch.linalg.inv(toeplitz(plan.weights, plan.steps))
-    found = 0.0
-    for signs in itertools.product((-1.0, 0.0, 1.0), repeat=plan.steps):
-        places = [place for place, sign in enumerate(signs) if sign]
-        if all(b - a >= plan.separation for a, b in itertools.pairwise(places)):
-            found = max(found, float((inverse @ torch.tensor(signs, dtype=torch.float64)).norm()))
-    return found
+from tests.helpers.correlated import root, toeplitz, worst
 
 
 @pytest.mark.parametrize("bands", [1, 2, 3, 8])
@@ -82,10 +63,6 @@ def test_bands_pay() -> None:
     assert [found[1] / found[bands] for bands in (2, 8, 64)] == pytest.approx(
         [1.73, 3.38, 5.72], abs=0.01
     )
-
-
-def root(plan: CorrelatedNoise) -> float:
-    return math.sqrt(math.fsum(plan.squared_errors()) / plan.steps)
 
 
 def test_two_optimised_weights_are_the_best_two() -> None:
@@ -148,7 +125,7 @@ def test_a_run_keeps_to_its_plan() -> None:
         again.take_part(1, 10)
     again.load_state_dict(run.state_dict())
     again.take_part(1, 10)
-    assert again.split.key.key == run.split.key.key and again.charged == run.charged
+    assert again.split.key.key == run.split.key.key and again.rate(11, 0.1) == run.rate(11, 0.1)
     with pytest.raises(ValueError, match="as many batches"):
         Correlation(run.plan, Parts(4)).load_state_dict(run.state_dict())
     with pytest.raises(ValueError, match="go on with the same"):

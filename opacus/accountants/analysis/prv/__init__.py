@@ -3,6 +3,7 @@
 from opacus.accountants.analysis.prv.compose import compose_heterogeneous
 from opacus.accountants.analysis.prv.domain import Domain, compute_safe_domain_size
 from opacus.accountants.analysis.prv.prvs import (
+    AddedSampleGaussianPRV,
     DiscretePRV,
     PoissonSubsampledGaussianPRV,
     TruncatedPrivacyRandomVariable,
@@ -10,6 +11,7 @@ from opacus.accountants.analysis.prv.prvs import (
 )
 
 __all__ = [
+    "AddedSampleGaussianPRV",
     "DiscretePRV",
     "Domain",
     "PoissonSubsampledGaussianPRV",

@@ -120,6 +120,30 @@ class PoissonSubsampledGaussianPRV:
         )
 
 
+class AddedSampleGaussianPRV(PoissonSubsampledGaussianPRV):
+    """Privacy loss of the same step for a sample that is added: P and Q have changed places.
+
+    Its losses lie below -log(1 - q), and are those of the other direction with the sign changed,
+    of outputs z drawn from N(0, s^2).
+    """
+
+    def _mix(self, function: Any, z: Any) -> Any:
+        return function(z / self.noise_multiplier)
+
+    def pdf(self, t: Any) -> Any:
+        """Returns the density at losses `t`, of the same shape."""
+        return super().pdf(-np.asarray(t, dtype=np.float64))
+
+    def cdf(self, t: Any) -> Any:
+        """Returns the probability of a loss of at most `t`, of the same shape."""
+        z, _ = self._output(-np.asarray(t, dtype=np.float64))
+        return self._mix(ndtr, -z)
+
+    def partial_mean(self, t_min: float, t_max: float) -> float:
+        """Returns E[Y; t_min < Y < t_max], integrated over outputs, where all is smooth."""
+        return -super().partial_mean(-t_max, -t_min)
+
+
 class TruncatedPrivacyRandomVariable:
     """A privacy loss random variable, given that it lies in [t_min, t_max]."""
 
