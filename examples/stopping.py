@@ -15,6 +15,10 @@ from types import FrameType
 
 from runtime import Runtime, this_rank
 
+FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what a process died of
+# What gloo and NCCL say when another process has ended.
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
 
 class Stopped(Exception):  # noqa: N818 (no error)
     """The user has asked for the end, and a step is complete."""
@@ -61,7 +65,8 @@ def _is_resume(words: list[str], index: int) -> bool:
 def short_errors(script: str) -> Iterator[None]:
     """End in one line if something is refused, or Ctrl-C is pressed outside of training.
 
-    Under torchrun the line is also what its closing report shows.
+    Under torchrun the line is also what its closing report shows; of any other error it shows the
+    last line, after the traceback of the process that failed. Those that lost it print none.
     """
     try:
         yield
@@ -69,6 +74,14 @@ def short_errors(script: str) -> Iterator[None]:
         _end(f"{script}: error: {error}", 2)
     except KeyboardInterrupt:
         _end(f"{script}: interrupted", 130)
+    except Exception as error:
+        if FILE not in os.environ:
+            raise
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        if not any(words in line for words in LOST):
+            sys.excepthook(*sys.exc_info())
+        _tell_torchrun(line)
+        sys.exit(1)
 
 
 def _end(line: str, status: int) -> None:
@@ -79,7 +92,7 @@ def _end(line: str, status: int) -> None:
 
 
 def _tell_torchrun(line: str) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(FILE)
     if path:
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))

@@ -173,7 +173,8 @@ def _text(row: dict[str, Any], columns: Columns) -> Text:
         if all(name in row for name in group):
             break
     else:
-        raise ValueError(f"no column {wanted(columns.needed)}; there are {list(row)}")
+        hint = "" if columns.text else "; name one with --text-column"
+        raise ValueError(f"no column {wanted(columns.needed)}; there are {list(row)}{hint}")
     if group in (("messages",), _PAIR):
         return turns_in(row)
     text = row[group[0]]
@@ -188,8 +189,10 @@ def _label(row: dict[str, Any], column: str | None, before: list[Label]) -> Labe
     name = column or ("label" if "label" in row else "score")
     value = row.get(name)
     if value is None:
+        if column:
+            raise ValueError(f"no column {column!r}; there are {list(row)}")
         raise ValueError(
-            f"no column {repr(column) if column else repr('label') + ' or ' + repr('score')}"
+            f"no column 'label' or 'score'; there are {list(row)}; name one with --label-column"
         )
     if column is None and name == "score":
         return int(_number(value, "the score") > 0)

@@ -45,8 +45,9 @@ def _check_header(
     path: Path, where: str, header: list[str], needed: tuple[tuple[str, ...], ...]
 ) -> None:
     if not any(set(group) <= set(header) for group in needed):
+        hint = "; name one with --text-column" if len(needed) > 1 else ""
         raise DataError(
-            f"{path}, {where}: no column {wanted(needed)} in the header, which has {header}"
+            f"{path}, {where}: no column {wanted(needed)} in the header, which has {header}{hint}"
         )
 
 

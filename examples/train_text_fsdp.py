@@ -268,6 +268,12 @@ def report(
     reporter.say(f"\nThe private model is ({spent:.2f}, {args.delta:.1e})-differentially private.")
 
 
+def mode_of(args: argparse.Namespace, private: Private) -> str:
+    """The mode, and which one ``auto`` has chosen."""
+    choice = getattr(private.model, "auto_choice", None)
+    return args.grad_sample_mode if choice is None else f"auto ({choice.mode})"
+
+
 def run(
     args: argparse.Namespace, problem: Problem, private: Private, runtime: Runtime, finished: int
 ) -> None:
@@ -277,7 +283,7 @@ def run(
     reporter.say(
         f"{len(problem.train)} training rows, {len(problem.test)} test rows; {parameters:,} "
         f"parameters; {runtime.world_size} processes on {runtime.device.type}; "
-        f"{args.grad_sample_mode}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
+        f"{mode_of(args, private)}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
     )
     if args.tokenizer == "bpe":
         reporter.say("warning: the vocabulary of --tokenizer bpe is learned without privacy")

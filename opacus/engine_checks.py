@@ -101,26 +101,6 @@ def check_public_numbers(
         )
 
 
-def _check_prompts(module: nn.Module) -> None:
-    """Refuse PEFT's soft prompts: looked up once, and repeated for the samples by PEFT itself."""
-    for part in module.modules():
-        config = getattr(part, "active_peft_config", None)
-        kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
-        if kind in _PROMPTS:
-            encoder: Any = getattr(part, "prompt_encoder", None)
-            names = [
-                f"prompt_encoder.{n}" for n, p in encoder.named_parameters() if p.requires_grad
-            ]
-            raise ValueError(
-                f"the model is a PEFT model of type {kind}, which computes one prompt from "
-                f"parameters {names[:5]} and repeats it for the samples, where their gradients "
-                "cannot be told apart. Plain LoRA (LoraConfig) works, and so does prefix tuning"
-            )
-
-
-_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
-
-
 def check_arguments(settings: Settings) -> None:
     """Check the arguments of ``make_private`` that need no loader.
 
@@ -149,8 +129,6 @@ def check_arguments(settings: Settings) -> None:
             "the module is wrapped already: pass module.to_standard_module(), which takes the "
             "hooks off"
         )
-    if settings.grad_sample_mode != "no_op":
-        _check_prompts(module)
     _check_parameters(module, optimizer)
     if clipping == "per_layer":
         check_norm_count(max_grad_norm, len(params(optimizer)))

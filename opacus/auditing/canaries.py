@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from opacus.auditing.checks import Observed, check_all
-from opacus.auditing.claim import compare_with_claim
+from opacus.auditing.claim import claimed_curve, compare_with_claim
 from opacus.auditing.report import AuditReport
 
 KEY = "canary"
@@ -159,7 +159,7 @@ class GradientCanaries:
             self._rate,
             len(self._engine.accountant) - self._counted_before,
         )
-        half = 0.5  # share of the false alarms for the checks; the rest is for epsilon
+        half = 0.5  # share of the false alarms for the checks; the rest is for what is claimed
         return compare_with_claim(
             self.scores(),
             self.included,
@@ -169,6 +169,7 @@ class GradientCanaries:
             false_alarm=false_alarm,
             others=check_all(observed, half * false_alarm),
             share=half,
+            curve=claimed_curve(self._engine.accountant),
         )
 
 

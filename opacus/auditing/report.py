@@ -43,6 +43,7 @@ class AuditReport:
         delta: of both.
         confidence: with which the lower bound holds.
         mu: estimate of Gaussian DP for this attacker, and its standard error.
+        mu_lower_bound: mu of Gaussian DP that the scores prove, with `confidence`.
         scores, included: `[m]`, of the canaries.
     """
 
@@ -53,6 +54,7 @@ class AuditReport:
     delta: float | None = None
     confidence: float | None = None
     mu: tuple[float, float] | None = None
+    mu_lower_bound: float | None = None
     scores: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
     included: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
 
@@ -82,8 +84,11 @@ class AuditReport:
                 f"epsilon >= {self.epsilon_lower_bound:.3g} at delta = {self.delta:g} with "
                 f"confidence {self.confidence:g}; claimed: {self.epsilon:.3g}"
             )
-        if self.mu is not None:
-            lines.append(f"mu of this attacker: {self.mu[0]:.3g} +- {self.mu[1]:.2g} (an estimate)")
+        if self.mu is not None and self.mu_lower_bound is not None:
+            lines.append(
+                f"mu of this attacker: {self.mu[0]:.3g} +- {self.mu[1]:.2g} (an estimate); proven "
+                f"of Gaussian DP: {self.mu_lower_bound:.3g}"
+            )
         lines.append(f"chance of a false alarm: at most {self.false_alarm:g}")
         return "\n".join(lines)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.platform.delegated import Delegated
 from opacus.core.privacy.clipping import clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
@@ -22,14 +23,8 @@ class GhostSettings(GradSampleHooks):
     _privacy: PrivacyParams
     _strategy: Ghost
 
-    @property
-    def max_grad_norm(self) -> Any:
-        """Clipping norm C: the one that the optimizer's noise is scaled with."""
-        return self._privacy.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: Any) -> None:
-        self._privacy.max_grad_norm = value
+    # Clipping norm C: the one that the optimizer's noise is scaled with.
+    max_grad_norm = Delegated[Any]("_privacy")
 
     @property
     def deferred_norm_budget(self) -> int | None:

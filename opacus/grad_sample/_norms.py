@@ -165,7 +165,7 @@ class Ordinary:
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
         if forward_pass is None or not parameters or not trains():
             return  # autograd.grad asks for other gradients than the parameters'
-        self._strategy.note_ordinary(forward_pass, parameters)
+        self._strategy.summed.note_ordinary(forward_pass, parameters)
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -25,8 +25,9 @@ from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
-from opacus.core.sums.strategy import Ghost, TwoPass
+from opacus.core.sums.strategy import Ghost
 from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
 from opacus.grad_sample._norms import Norms, Ordinary
@@ -203,7 +204,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         except BaseException:
             self._strategy.abandon()
             raise
-        self._strategy.finish_sum()
+        self._strategy.summed.finish()
 
     @property
     def doubt(self) -> Tensor | None:
@@ -217,7 +218,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
-        self._strategy.start_sum()
+        self._strategy.summed.begin()
 
     # --- hooks ---
 

@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.isolation.check import Isolation, IsolationError
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
-from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped, clip_flat
 from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import gaussian
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.layout import Sharded, Single
-from opacus.core.step.loss_scale import NO_SCALER, ScaledStep, scaled_step
 from opacus.core.step.private_step import release
+from opacus.optimizers.batches import PhysicalBatches
 from opacus.optimizers.noised import NoisedSums, check_processed
 from opacus.optimizers.penalties import PenalizedOptimizer
 from opacus.optimizers.per_sample import PerSampleGradients
@@ -68,6 +66,7 @@ class DPOptimizer(
     PrivacySettings,
     PerSampleGradients,
     PenalizedOptimizer,
+    PhysicalBatches,
     CheckedOptimizer,
     CountedOptimizer,
 ):
@@ -106,10 +105,6 @@ class DPOptimizer(
     """
 
     _layout_class: ClassVar[type[Single]] = Single
-    # GradScaler then calls step() after an overflow too, and says what it scaled by.
-    _step_supports_amp_scaling: ClassVar[bool] = True
-    # Set by GradScaler while its step runs.
-    found_inf: Tensor | None = None
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -145,11 +140,7 @@ class DPOptimizer(
         # Of the model's hooks: checks what is about to be released.
         self.isolation: Isolation | None = None
         self._start_counting()
-        self._step_skip_queue: list[bool] = []
-        self._cleared_since_signal = False
-        self._is_last_step_skipped = False
-        self._scaled = NO_SCALER
-        self._overflowed = False  # in any physical batch since the last real step
+        self._start_batches()
         self._skipped_samples: int | Tensor = 0
         self._clipped_with = 0.0  # largest C of the batches in this step
         self._names: dict[int, str] = {}  # of parameters, by id
@@ -255,13 +246,6 @@ class DPOptimizer(
         self._is_last_step_skipped = False
         return True
 
-    def is_physical(self) -> bool:
-        """Whether this was signalled to be a physical batch that others follow."""
-        if not self._check_skip_next_step():
-            return False
-        self._is_last_step_skipped = True
-        return True
-
     def noise_and_count(self) -> None:
         """Add noise to the sum of all ranks, and count; after an error nothing is left."""
         entries = self._counts()
@@ -295,37 +279,6 @@ class DPOptimizer(
             self.reset_accumulation()
             self.zero_grad(set_to_none=True)
             raise
-
-    def take_batch(self) -> None:
-        """Clip and accumulate the batch, unless a gradient overflowed at this loss scale."""
-        self._scaled = NO_SCALER if self.found_inf is None else scaled_step(self)
-        try:
-            if self._scaled.overflow:
-                self._discard()
-            else:
-                self.clip_and_accumulate()
-        finally:
-            overflow, active = self._scaled.overflow, self._scaled.active
-            self._scaled = ScaledStep(active=active)
-        self._overflowed |= overflow
-
-    def overflowed_anywhere(self) -> bool:
-        """Whether a batch of this step overflowed, the same answer on every rank."""
-        if not self._scaled.active or self._layout.world_size == 1:
-            return self._overflowed
-        flag = torch.tensor([float(self._overflowed)], device=compute_device(self.params[0]))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def skip_overflowed_step(self) -> None:
-        """Release nothing and drop the sums; the accountant counts the step."""
-        self._count_step(self._counts())
-        self._layout.skip_noise()
-        for parameter in self.params:
-            parameter.summed_grad = None  # type: ignore[attr-defined]
-        self.call_step_hooks()
-        self._overflowed = self._is_last_step_skipped = False
-        self._forget_clipping_norm()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
@@ -375,18 +328,6 @@ class DPOptimizer(
             if self._draws is not None:
                 self._draws.forget()
         self.original_optimizer.zero_grad(set_to_none)
-
-    # --- physical and logical batches ---
-
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say whether the next :meth:`step` only accumulates (``True``) or is a real one."""
-        self._step_skip_queue.append(do_skip)
-        self._cleared_since_signal = False
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        if not self._step_skip_queue:
-            return False
-        return self._step_skip_queue.pop(0) if pop_next else self._step_skip_queue[0]
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""

@@ -8,38 +8,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from opacus.core.platform.delegated import Delegated
+
 
 class WrappedOptimizer(Optimizer):
     """An optimizer whose parameters, state and groups are those of ``original_optimizer``."""
 
     original_optimizer: Optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups."""
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state."""
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.original_optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = value
+    param_groups = Delegated[list[dict[str, Any]]]("original_optimizer")
+    state = Delegated[defaultdict[Tensor, Any]]("original_optimizer")
+    defaults = Delegated[dict[str, Any]]("original_optimizer")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the hooks of the model do not know the new parameters.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -167,13 +168,15 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         report.raise_if_failed()
 
 
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "hooks"])
-@pytest.mark.parametrize("seed", range(2))
-def test_true_runs_pass(mode: str, seed: int) -> None:
-    report = audited(mode, seed=seed)
+@pytest.mark.parametrize("seed", range(20))
+def test_true_runs_pass(seed: int) -> None:
+    """In 20 runs what is proven stays below what is claimed: epsilon, and the whole curve."""
+    report = audited(("ghost", "ghost_bk", "hooks")[seed % 3], seed=seed)
     report.raise_if_failed()
     assert report.epsilon is not None and report.epsilon_lower_bound is not None
     assert 0.0 < report.epsilon_lower_bound <= report.epsilon
+    # Sampled at half, no worse than 24 steps with all: mu of those is sqrt(24).
+    assert report.mu_lower_bound is not None and 0.3 < report.mu_lower_bound < math.sqrt(STEPS)
 
 
 def test_an_understated_epsilon_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +184,22 @@ def test_an_understated_epsilon_is_refuted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(PrivacyEngine, "get_epsilon", lambda self, delta: 0.3)
     report = audited(noise_multiplier=0.3)
     assert report.failures == ("epsilon",), str(report)
+
+
+def test_a_history_that_claims_too_much_is_refuted() -> None:
+    """Each step as promised, but the accountant wrote down a 30th of the rate."""
+
+    def plant(optimizer: Any, engine: Any, audit: Any, patch: Any) -> None:
+        step = engine.accountant.step
+        patch.setattr(
+            engine.accountant,
+            "step",
+            lambda **kw: step(**{**kw, "sample_rate": kw["sample_rate"] / 30}),
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        report = audited(plant=plant, patch=patch)
+    assert "trade-off curve" in report.failures, str(report)
 
 
 def test_the_outputs_are_the_model_s() -> None:

@@ -131,12 +131,25 @@ TABLES = [PositionTable, FlatPositionTable]
 @pytest.mark.parametrize("length", [B - 1, B, B + 1])
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_table_of_positions_is_refused(mode: str, kind: type[nn.Module], length: int) -> None:
+def test_a_table_of_positions_is_exact(mode: str, kind: type[nn.Module], length: int) -> None:
     """Whatever the batch size: with as many samples as positions the shapes would fit."""
     ids, targets = token_batch(B, length)
     model = seeded(kind)
+    run = private(model, mode)
+    for _ in range(2):  # the second one from what is remembered, if anything is
+        step(run, ids, targets)
+        assert_close(gradients(model), want(seeded(kind), ids, targets, 0))
+
+
+@pytest.mark.parametrize("length", [B - 1, B])
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_positions_is_refused_where_nothing_is_followed(
+    kind: type[nn.Module], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
+    model = seeded(kind)
     with pytest.raises(ValueError, match=r"positions' \(Embedding\)"):
-        step(private(model, mode), ids, targets)
+        step(private(model, "ghost"), *token_batch(B, length))
 
 
 @pytest.mark.parametrize("length", [B, B + 1])
@@ -204,20 +217,19 @@ def test_indices_whose_origin_is_unknown(mode: str, monkeypatch: pytest.MonkeyPa
         assert_close(gradients(model), want(seeded(ReversedTokens), ids, targets, 0))
 
 
-def refusals_of_rank(rank: int, _: int) -> list[str]:
-    messages = []
-    for deferred in ("0", "1"):
-        os.environ["OPACUS_USE_DEFERRED_NORM"] = deferred
+def tables_of_rank(rank: int, _: int) -> list[Any]:
+    results = []
+    for mode in ("ghost_fsdp", "ghost_fsdp_bk"):
         for length in (2, 3):
-            run = private(FSDP2Wrapper(seeded(PositionTable)), "ghost_fsdp")
-            try:
-                step(run, *token_batch(2, length, seed=rank))
-            except ValueError as error:
-                messages.append(str(error))
-    return messages
+            model = FSDP2Wrapper(seeded(PositionTable))
+            ids, targets = (t.split([2, B - 2])[rank] for t in token_batch(B, length))
+            step(private(model, mode), ids, targets)
+            results.append([g.full_tensor() for g in gradients(model)])
+    return results
 
 
-def test_a_table_of_positions_is_refused_on_two_ranks() -> None:
-    for messages in run_distributed(refusals_of_rank, 2):
-        assert len(messages) == 4
-        assert all("'positions' (Embedding)" in message for message in messages)
+def test_a_table_of_positions_is_exact_on_two_ranks() -> None:
+    expected = [want(seeded(PositionTable), *token_batch(B, length), 0) for length in (2, 3)]
+    for results in run_distributed(tables_of_rank, 2):
+        for grads, right in zip(results, expected * 2, strict=True):
+            assert_close(grads, right)

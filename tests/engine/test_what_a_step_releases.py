@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.sums.strategy import TwoPass
 from opacus.core.sums.terms import LocalSink
+from opacus.core.sums.two_pass import TwoPass
 from opacus.schedulers import ExponentialGradClip
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 
 import launching
 import pytest
-from stopping import StopRequest
+from stopping import FILE, StopRequest, short_errors
 from torch.distributed.elastic.multiprocessing import SignalException
 
 
@@ -39,3 +41,25 @@ def test_the_command_that_goes_on(
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert StopRequest.command("here") == command
+
+
+@pytest.mark.parametrize(
+    ("says", "shown"), [("disk full\nat once", True), ("gloo: Connection closed by peer", False)]
+)
+def test_an_error_of_one_process_ends_short_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    says: str,
+    shown: bool,
+) -> None:
+    monkeypatch.setenv(FILE, str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as end, short_errors("train.py"):
+        raise RuntimeError(says)
+    assert end.value.code == 1
+    assert ("Traceback" in capsys.readouterr().err) is shown
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert told == f"RuntimeError: {says}".replace("\n", " ")
+    monkeypatch.delenv(FILE)
+    with pytest.raises(RuntimeError), short_errors("train.py"):
+        raise RuntimeError(says)

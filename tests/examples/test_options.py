@@ -65,7 +65,7 @@ CASES = [
     ("--save small_vocabulary", "--save small_vocabulary: exists already"),
     ("--save data.tsv/a", "--save data.tsv/a: the folder it is in"),
     ("--text-column body", "no column 'body' in the header, which has ['text', 'label']"),
-    ("--label-column kind", "data.tsv, line 2: no column 'kind'"),
+    ("--label-column kind", "data.tsv, line 2: no column 'kind'; there are ['text', 'label']"),
     ("--test-data gone.tsv", "gone.tsv: cannot be read"),
     ("--lora 0", "--lora: must be above 0"),
     ("--log-clipped --grad-sample-mode hooks", "--log-clipped: the mode hooks"),

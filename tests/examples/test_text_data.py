@@ -170,7 +170,7 @@ GOOD = "text\tlabel\na\t0\nb\t1\n"
     ("name", "content", "line", "says"),
     [
         ("a.tsv", "id\tlabel\n1\t0\n", 1, "'text'"),
-        ("a.tsv", "text\tid\na\t1\n", 2, "'label' or 'score'"),
+        ("a.tsv", "text\tid\na\t1\n", 2, "'label' or 'score'; there are .* with --label-column"),
         ("a.tsv", GOOD + "c\n", 4, "columns"),
         ("a.tsv", GOOD + "c\tgood\n", 4, "integer"),
         ("a.tsv", GOOD + "c\t1.5\n", 4, "integer"),

@@ -31,7 +31,8 @@ class TokenLoss(nn.Module):
 
 
 def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids).logits
+    """Those of the texts' own tokens, without virtual ones in front of them."""
+    return model(input_ids=ids).logits[:, -ids.shape[1] :]
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -47,6 +48,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=["q_proj"]),
     "DoRA": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"
+    ),
 }
 
 

@@ -178,10 +178,6 @@ def run(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 # Family: what is refused by name, and where LoRA's adapters go, which are right.
 REFUSED: dict[str, tuple[str, list[str]]] = {
-    "BART": (r"decoder.embed_positions.*gives 1 rows", ["q_proj", "fc1"]),
-    "T5": (r"relative_attention_bias.*gives 5 rows", ["q", "wo"]),
-    "DeBERTa-v2": (r"pos_key_proj.*repeated", ["value_proj", "intermediate.dense"]),
-    "Swin": (r"relative_position_bias.*repeated", ["q_proj", "fc1"]),
     "GptOss": (r"self_attn.*GptOssAttention", ["q_proj", "o_proj"]),
     "DeepseekV3": (r"mlp.gate.*Router", ["q_b_proj", "o_proj"]),
     "Qwen3-Next": (r"linear_attn.norm.*triangular", ["q_proj", "out_proj"]),

@@ -92,7 +92,15 @@ ROWS: dict[str, str] = {
     "packing": "integrations/test_trl.py::test_sft_refusals",
     "DPOTrainer": "integrations/test_trl.py::test_dpo_clips_pairs",
     "Lightning": "engine/test_trainers.py::test_lightning",
-    "Lightning's ModelParallelStrategy": "none: run by hand, not repeated here",
+    "Lightning's ModelParallelStrategy": (
+        "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
+    ),
+    "accelerate.prepare before make_private": (
+        "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
+    ),
+    "torch.distributed.checkpoint, FSDP2": (
+        "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
+    ),
     "FSDP2 by hand, checkpointing, compiled": (
         "distributed/test_compiled_blocks.py::test_compiled_blocks_under_fsdp2"
     ),

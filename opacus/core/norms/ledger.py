@@ -192,20 +192,16 @@ class NormLedger:
                 if self.planner.stores(record):
                     kept.form(record)
             records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
-            self.hold(records)
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
             self._done.add(records[0].spec.name)
             return
         if compute is not None and records:
             compute(records)
-            return
-        for record in records:
-            self._measure(record)
-
-    def _measure(self, record: Record) -> None:
-        rule = record.layer.rule
-        self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
+        elif compute is None:
+            for r in records:
+                self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
+        self.hold(records)
 
     def _left_to_a_replay(self, record: Record) -> bool:
         """Whether a record was measured and is not kept, for its block runs again."""
@@ -214,7 +210,8 @@ class NormLedger:
         if visit is not None:
             for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
                 self._accumulate(owner, norm_sq)
-            self._measure(record)
+            rule = record.layer.rule
+            self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
         self.planner.visited(record)
         return visit is not None
 

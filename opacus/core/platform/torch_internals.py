@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import is_fsdp
+from opacus.core.platform.sharded import is_fsdp, is_fsdp_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,7 +68,7 @@ def managed_names(model: nn.Module) -> set[str] | None:
 def gathered_by(model: nn.Module) -> dict[nn.Module, set[str]]:
     """FSDP2's units, and the names in ``model`` of the parameters that each gathers."""
     names = {id(p): n for n, p in model.named_parameters()}
-    units: list[nn.Module] = [module for module in model.modules() if is_fsdp(module)]
+    units = [module for module in model.modules() if is_fsdp_class(type(module))]
     return {unit: {name for name, _, _ in _in_unit(unit, names)} for unit in units}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -144,12 +143,3 @@ def draw_seed(generator: torch.Generator | None) -> int:
 def device_of(generator: torch.Generator | None) -> torch.device:
     """Where a generator draws; the global one of the CPU if ``None``, whatever the default is."""
     return torch.device("cpu") if generator is None else generator.device
-
-
-def fold(seed: int, stream: int) -> int:
-    """A seed for a stream, in [0, 2^62).
-
-    Every bit of it depends on every bit of both: a generator on the CPU uses the low 32 alone.
-    """
-    digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 2

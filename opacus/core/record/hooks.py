@@ -44,6 +44,9 @@ class Taps(Protocol):
     ) -> Any:
         """Send ``output`` through a tap; returns what the layer's caller gets."""
 
+    def read(self, layer: Layer) -> Tensor:
+        """The parameter of a layer, as a module that reads it without running the layer gets it."""
+
     def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
         """Refuse a layer whose rows are found not to be samples."""
 
@@ -146,6 +149,21 @@ class LayerHooks:
         if self.recorder.whose.indices.follows:
             self.recorder.check_rows(self.layer, (args, kwargs), tapped)
         return tapped
+
+    def before_reader(self, module: nn.Module, args: Any) -> None:
+        """The module that reads the layer's parameter runs; see :data:`READ`."""
+        part = self.layer.module
+        if not (self.recorder.active(module) and self.layer.trained_names()):
+            return
+        alias = self.recorder.read(self.layer)
+        self._swapped.append(self._detach(part))
+        for _, local, _ in self._swapped[-1]:
+            part._parameters[local] = alias  # type: ignore[assignment]
+
+    def after_reader(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It has run."""
+        if self._swapped:
+            _put_back(self.layer.module, self._swapped.pop())
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from opacus.core.platform.held import HeldModule
-from opacus.core.record.readers import borrowed, held_for, runs
+from opacus.core.record.readers import borrowed, held_for, read_once, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
-from opacus.core.rules.by_unit import UNIT_GRADIENTS, given
+from opacus.core.rules.by_unit import READ, UNIT_GRADIENTS, given
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 
@@ -44,6 +44,7 @@ class Layer:
     batch_first: bool | None = None
     features: int | None = None
     unheld: frozenset[str] = frozenset()
+    reader: HeldModule | None = None  # the module that reads its parameter, for ``READ``
     # Those that its latest run has started from, by name, if they are small (power iterations).
     buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
     # What `split` has answered.
@@ -123,6 +124,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
     """
     owner = {id(p): name for name, p in model.named_parameters()}
     parts = {id(part) for m in model.modules() if runs(m) for _, part in held_for(m)}
+    readers = {id(m._modules[n]): m for m in model.modules() for n in read_once(m)}
     layers = []
     for name, module in model.named_modules():
         if id(module) in parts and module is not model:
@@ -132,20 +134,24 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         if not own and not others:
             continue
         # Known rules see their own parameters alone.
-        rule = GenericRule(module) if others else choose(module)
+        reader = readers.get(id(module))
+        rule = GenericRule(module) if others else READ if reader is not None else choose(module)
         try:
             spec = make_spec(name, module, rule.options(module), others)
         except ValueError as error:
             raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
-        written = RULES.get(spec.kind, rule)  # what the layer is, whichever rule it gets
+        written = (
+            RULES.get(spec.kind, rule) if reader is None else rule
+        )  # what the layer is, whichever rule it gets
         batch_first = written.batch_leads or _own_batch_first(module, spec)
         features = written.features(spec)
-        layers.append(
-            Layer(
-                HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
-            )
+        layer = Layer(
+            HeldModule(module), spec, rule, owners, batch_first=batch_first, features=features
         )
+        if reader is not None:
+            layer.reader = HeldModule(reader)
+        layers.append(layer)
     _mark_shared(layers)
     return layers
 

@@ -29,6 +29,13 @@ def _reads(module: nn.Module) -> tuple[str, ...]:
     return _STATE_SPACE if theirs and "conv1d" in module._modules else ()
 
 
+def read_once(module: nn.Module) -> tuple[str, ...]:
+    """Names of parts of one parameter that the module reads once for all samples, as DeBERTa-v2
+    does its table of relative positions."""
+    theirs = type(module).__module__.startswith("transformers.models.deberta_v2.")
+    return ("rel_embeddings",) if theirs and "rel_embeddings" in module._modules else ()
+
+
 def runs(module: nn.Module) -> bool:
     """Whether a module has a forward of its own."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

@@ -350,9 +350,13 @@ def record_of(
         inputs = [t[:0] if t.dim() else t for t in inputs]
     first = backprops[0]
     batch, dtype = first.shape[0], first.dtype
-    if layer.rule.needs_parameters:
+    if layer.reader is not None:
+        activations: Any = (first,)
+        backprops = [first.new_ones(batch)]
+        first = backprops[0]
+    elif layer.rule.needs_parameters:
         arguments = use.rebuild(inputs)
-        activations: Any = Call.of(layer.module, *arguments, dim, use.spec.params, use.buffers)
+        activations = Call.of(layer.module, *arguments, dim, use.spec.params, use.buffers)
     elif layer.rule.as_given:
         activations = tuple(inputs)
     else:

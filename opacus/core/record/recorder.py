@@ -65,6 +65,13 @@ class Recorder(Taps):
         self._hooks = [LayerHooks(self, layer) for layer in layers]
         self.handles: list[Any] = []
         for layer, hooks in zip(layers, self._hooks, strict=True):
+            if layer.reader is not None:
+                reader = layer.reader()
+                before = reader.register_forward_pre_hook(hooks.before_reader)
+                self.handles += [before, reader.register_forward_hook(
+                    hooks.after_reader, prepend=True, always_call=True
+                )]  # fmt: skip
+                continue
             # Before hooks that compute from parameters (weight_norm), after FSDP2's, which puts
             # them there.
             first = not is_fsdp(layer.module)

@@ -38,6 +38,7 @@ from opacus.core.record.record import (
     tap_one,
 )
 from opacus.core.record.regroup import record_by_unit
+from opacus.core.record.shared import Scope, Shared, Source, plain, rows_of_input
 from opacus.core.record.whole import LoneSample
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -133,6 +134,9 @@ class Taps:
         one = use.forward_pass
         known = one.batch != 1 and one.named is None and not self.whose.asked
         if not known or output.shape[:1] == (1,):
+            scope = self._sharing(use, [output], [x])
+            if scope is not None:
+                return self._tap_shared(use, output, [x], scope)
             (output,) = self._placed(use, [output], [x])
         if self.in_backward:
             self._computed_again(use)
@@ -158,6 +162,10 @@ class Taps:
                 self._look_up(spec, tensor)
         dim = self.batch_dim(layer, outputs[picked[0]].dim())
         use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
+        scope = self._sharing(use, [outputs[i] for i in picked], tensors)
+        if scope is not None:
+            outputs[picked[0]] = self._tap_shared(use, outputs[picked[0]], tensors, scope)
+            return tree_unflatten(outputs, out_tree)
         picked_outputs = self._placed(use, [outputs[i] for i in picked], tensors)
         if self.in_backward:
             self._computed_again(use)
@@ -166,6 +174,60 @@ class Taps:
         for index, tensor in zip(picked, tapped, strict=True):
             outputs[index] = tensor
         return tree_unflatten(outputs, out_tree)
+
+    def _sharing(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> Scope | None:
+        """The forward pass, if all samples share what a layer gave."""
+        own = next((t for t in outputs if isinstance(t, Shared)), None)
+        if own is not None and len(outputs) == 1:
+            return own.scope
+        given = next((t for t in inputs if isinstance(t, Shared)), None)
+        if given is not None:
+            raise given.refusal(f"goes into {use.spec}, where it meets the samples' rows")
+        if use.forward_pass.made_up or self.in_backward or number_of_backward() >= 0:
+            return None
+        return self.whose.sharing(use, outputs)
+
+    def _tap_shared(self, use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> Shared:
+        """The output of a layer that runs once for all samples: tapped on rows, if it is used."""
+        use.batch_dim = 0
+        simple = output.shape[:1] == (1,) and all(
+            t.simple if isinstance(t, Shared) else t.shape[:1] == (1,) for t in inputs
+        )
+
+        def rows() -> Tensor:
+            own = output.rows() if isinstance(output, Shared) else scope.share(output)
+            tensors = [rows_of_input(t, scope) for t in inputs]
+            named = use.forward_pass.named
+            if named is not None:
+                use.units = named.of_layer(use.spec, None, own, 0)
+            use.register(own.shape, counted=True)
+            (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
+            return tapped
+
+        return Shared.of(plain(output), Source(rows, None, use.spec, scope, simple))
+
+    def read(self, layer: Layer) -> Tensor:
+        """The parameter of a layer of :data:`READ`, as its reader gets it.
+
+        Raises:
+            RuntimeError: Whose rows it meets cannot be followed.
+        """
+        spec = layer.trainable_now()
+        (parameter,) = layer.parameters(spec.params)
+        assert parameter is not None
+        value, forward_pass = parameter.detach(), self.forward_pass()
+        use, scope = Use(self, layer, spec, forward_pass, 0), self.whose.scope
+        if forward_pass.made_up or forward_pass.batch == 1:
+            use.register(torch.Size((1, *value.shape)), counted=True)
+            return Tap.apply(ANCHOR, use, 1, value[None])[0][0]
+        if scope is None:
+            raise RuntimeError(
+                f"the parameters of {spec} are read without a row for each sample, in a model that "
+                "is compiled, computed again by a checkpoint, or whose inputs do not tell the "
+                "number of samples: there this cannot be followed. Freeze the layer (adapters in "
+                "other layers, such as LoRA, can be trained)"
+            )
+        return self._tap_shared(use, value, [], scope)
 
     def _computed_again(self, use: Use) -> None:
         """A checkpoint runs a layer in a backward pass of ours."""

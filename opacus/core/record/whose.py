@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.record.layers import Layer
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.record import Use, differentiable
+from opacus.core.record.shared import Scope
 from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
@@ -108,6 +109,21 @@ class WhoseRows:
         if named is not None:
             use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
+
+    def sharing(self, use: Use, outputs: Sequence[Tensor]) -> Scope | None:
+        """The forward pass, if it is known that all samples share a layer's output.
+
+        See :mod:`opacus.core.record.shared`.
+        """
+        named = use.forward_pass.named
+        if not self._follows or len(outputs) > 1 or (named is not None and named.ids.dim() == 2):
+            return None
+        return self._follower.sharing(outputs[0], use.batch_dim)
+
+    @property
+    def scope(self) -> Scope | None:
+        """The forward pass, if it is followed."""
+        return self._follower.trail if self._follows else None
 
     def _spread(self, use: Use, output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Give each sample its own copy of an output computed once for all of them.

@@ -61,6 +61,18 @@ class UnitGradients(LayerRule):
 UNIT_GRADIENTS = UnitGradients()
 
 
+class ReadParameter(UnitGradients):
+    """The rule of a parameter that another module reads without a row for each sample.
+
+    What comes back to it are the samples' gradients; see :mod:`opacus.core.record.shared`.
+    """
+
+    batch_leads = True
+
+
+READ = ReadParameter()
+
+
 def given(spec: LayerSpec) -> LayerSpec:
     """The spec of a record that :func:`gradients_by_unit` makes of one with ``spec``."""
     return replace(spec, shapes={name: spec.shapes[name] for name in spec.params})

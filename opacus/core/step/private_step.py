@@ -14,7 +14,7 @@ what                   where
 records                ``record/``: taps on the layers; ``rules/``: what a layer's gradient is
 norms                  ``norms/ledger.py``; ``ranks/replicated.py`` where ranks share the work
 factors                ``privacy/clipping.py``, with C from ``privacy/params.py``
-the records again      ``sums/one_pass.py`` keeps or stores them, ``sums/strategy.py`` replays
+the records again      ``sums/one_pass.py`` keeps or stores them, ``sums/two_pass.py`` replays
 clipped sum            ``sums/weighting.py``; ``ranks/reduction.py`` for shards
 what a step is made of ``privacy/draws.py``, ``sums/sum_watch.py``, ``isolation/``
 noise                  ``privacy/noise.py``, with keys and counters from ``privacy/key.py``

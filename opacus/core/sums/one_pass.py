@@ -31,7 +31,7 @@ from opacus.core.sums.weighting import Weighting
 class OnePass(Ghost):
     """Norms and everything that the clipped sum needs, in a single backward pass.
 
-    Guarantee: that of :class:`~opacus.core.sums.strategy.TwoPass`. Where per-sample gradients
+    Guarantee: that of :class:`~opacus.core.sums.two_pass.TwoPass`. Where per-sample gradients
     are stored, the numbers that are summed are the very ones that were measured.
 
     Memory: what is kept, see :class:`~opacus.core.sums.planner.Planner`; nothing outlives

@@ -1,8 +1,7 @@
-"""Ghost strategies: the clipped sum without all per-sample gradients at once.
+"""What strategies share that form the clipped sum without all per-sample gradients at once.
 
-``TwoPass`` (ghost clipping, arXiv:2110.05679, arXiv:2009.03106) finds the norms in
-a first backward and forms only the clipped sum in a second one. ``OnePass``
-(``one_pass.py``) keeps what the sum needs, so that there is no second one.
+``TwoPass`` (``two_pass.py``) finds the norms in a first backward pass and forms the sum in a
+second one. ``OnePass`` (``one_pass.py``) keeps what the sum needs, so that there is no second one.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
 from opacus.core.norms.ledger import NormLedger, check_sizes
-from opacus.core.platform.profiling import FIRST_BACKWARD, SECOND_BACKWARD, each_layer, timed
+from opacus.core.platform.profiling import FIRST_BACKWARD, timed
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.record import ForwardPass, Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner
-from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.terms import add_to_grad
 from opacus.core.sums.unreduced import Unreduced
-from opacus.core.sums.weighting import Weighting
 
 
 class Phase(enum.Enum):
@@ -42,6 +39,65 @@ class Phase(enum.Enum):
     IDLE = "idle"
     NORMS = "norms"
     SUM = "sum"
+
+
+class Summed:
+    """Which forward passes a clipped sum is of: each once, and no other loss asks of them.
+
+    Attributes:
+        running: Forward passes that the running norm pass has come to.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[ForwardPass] = set()
+        self._known: set[ForwardPass] = set()
+
+    def begin(self) -> None:
+        """The parameters' ``grad`` are not in use: no sample has been summed yet."""
+        self._known.clear()
+
+    def finish(self) -> None:
+        """The clipped sum of the latest norm pass is in the parameters' ``grad``."""
+        self._known.update(self.running)
+
+    def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
+        """A loss that is not the criterion's runs backward through a forward pass.
+
+        Raises:
+            RuntimeError: The clipped sum has samples of that pass already.
+        """
+        forward_pass.ordinary = parameters = tuple(parameters)
+        if forward_pass in self._known:
+            self._refuse_second_loss(parameters)
+
+    def check(self) -> None:
+        """The norm pass has run, and its samples are to be summed.
+
+        Raises:
+            RuntimeError: Some are in the sum already, or another loss asks something of them.
+        """
+        for forward_pass in self.running:
+            if forward_pass.ordinary:
+                self._refuse_second_loss(forward_pass.ordinary)
+        if self.running & self._known:
+            raise RuntimeError(
+                "these samples have been clipped and summed already; a second backward() would let "
+                "each of them count twice. Add the losses of one forward pass and call backward() "
+                "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
+                "the model"
+            )
+
+    def _refuse_second_loss(self, parameters: Sequence[str]) -> None:
+        raise RuntimeError(
+            f"a loss that the private criterion did not make ran backward through {parameters[0]} "
+            "and other private parameters, on samples that are in the step: what it "
+            "asks of them is not clipped and would be left out. Give the criterion all losses "
+            "(one a sample), or make a second one by DPLossFastGradientClipping(module, optimizer, "
+            "other_criterion, loss_reduction), and call backward() on their sum"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"running": set(), "_known": set()}
 
 
 class Ghost:
@@ -85,9 +141,7 @@ class Ghost:
         self.limits = Limits()
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
-        # Forward passes in the running norm pass, and those in the clipped sum already.
-        self._passes: set[ForwardPass] = set()
-        self._summed: set[ForwardPass] = set()
+        self.summed = Summed()
         self._ordinary: Callable[[Record], None] | None = None
         self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
 
@@ -95,7 +149,7 @@ class Ghost:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes = other.budget_bytes
         self.limits.go_on_from(other.limits)
-        self._summed = other._summed
+        self.summed = other.summed
 
     def limit_memory(self, model: nn.Module) -> None:
         """Blocks may have to run again, or not any more; only one pass keeps anything."""
@@ -125,7 +179,7 @@ class Ghost:
             return
         assert self.ledger is not None
         if record.forward_pass is not None:
-            self._passes.add(record.forward_pass)
+            self.summed.running.add(record.forward_pass)
         check_sizes(record)
         self.ledger.add(record)
 
@@ -137,7 +191,7 @@ class Ghost:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
-            self._passes.add(forward_pass)
+            self.summed.running.add(forward_pass)
             self.ledger.kept.add_whole(grads)
         elif self.phase is Phase.IDLE and self._ordinary_whole is not None:
             self._ordinary_whole(forward_pass, grads)
@@ -154,7 +208,7 @@ class Ghost:
         for _, parameter in self.parameters:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
-        self._passes.clear()
+        self.summed.running.clear()
         budget = self.budget_bytes
         if budget is None and self.deferred:  # else nothing waits that could be computed early
             budget = default_budget(losses.device)
@@ -168,35 +222,10 @@ class Ghost:
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
-            _backward(losses, retain_graph)
-        self._refuse_leaks(before)
-        self._refuse_repeats()
-        self._note_samples(losses.shape[0])
-
-    def _note_samples(self, samples: int) -> None:
-        """What the norm pass has shown of batches of one sample."""
-        lone, ledger = self.recorder.lone, self.ledger
-        if lone is None or ledger is None:
-            return
-        if not ledger.kept.whole:
-            lone.learn(self._passes, samples)
-            return
-        rows = {name: n for one in self._passes for name, n in one.rows.items() if n > 1}
-        reason = None
-        if samples != 1:
-            reason = f"the model was given one sample, but there are {samples} losses"
-        elif ledger.tapped:
-            reason = "layers were called outside the model's forward"
-        elif rows:
-            name, n = next(iter(rows.items()))
-            reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
-        if reason is not None:
-            lone.rule_out(reason)
-            raise RuntimeError(
-                f"{reason}, so per-sample gradients are unknown. Nothing was added to the model. "
-                "From now on batches of one sample are treated like others: run the step again "
-                "(OPACUS_LONE_SAMPLE=0 does so from the start)"
-            )
+            run_backward(losses, retain_graph)
+        _refuse_leaks(self, before)
+        self.summed.check()
+        _note_samples(self, losses.shape[0])
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
@@ -224,18 +253,10 @@ class Ghost:
         for (_, parameter), total in zip(used, sums, strict=True):
             add_to_grad(parameter, total)
 
-    def start_sum(self) -> None:
-        """The parameters' ``grad`` are not in use: no sample has been summed yet."""
-        self._summed.clear()
-
-    def finish_sum(self) -> None:
-        """The clipped sum of the latest norm pass is in the parameters' ``grad``."""
-        self._summed.update(self._passes)
-
     def abandon(self) -> None:
         """A sum pass failed: drop what it has left behind, and what it was added to."""
         self.ledger = None
-        self.start_sum()
+        self.summed.begin()
         for layer in self.recorder.layers:
             for name in layer.spec.params:
                 parameter = layer.parameter(name)  # under FSDP2 an unsharded one
@@ -253,125 +274,59 @@ class Ghost:
         finally:
             self.phase = Phase.IDLE
 
-    def _refuse_leaks(self, before: dict[str, tuple[int, int]]) -> None:
-        leaked = [n for n, p in self.parameters if before.get(n) != _state_of_grad(p)]
-        if not leaked:
-            return
-        for name, parameter in self.parameters:
-            if name in leaked:
-                parameter.grad = None
-        if self.ledger is not None and self.ledger.kept.whole and self.recorder.lone is not None:
-            # By reentrant checkpoints, say, of which there were none before: not the next time.
-            self.recorder.lone.rule_out("gradients came past the forward pass")
-        raise foreign_gradients(leaked)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "ledger": None, "phase": Phase.IDLE}
 
-    def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
-        """A loss that is not the criterion's runs backward through a forward pass.
 
-        Raises:
-            RuntimeError: The clipped sum has samples of that pass already.
-        """
-        forward_pass.ordinary = parameters = tuple(parameters)
-        if forward_pass in self._summed:
-            self._refuse_second_loss(parameters)
-
-    def _refuse_repeats(self) -> None:
-        for forward_pass in self._passes:
-            if forward_pass.ordinary:
-                self._refuse_second_loss(forward_pass.ordinary)
-        if self._passes & self._summed:
-            raise RuntimeError(
-                "these samples have been clipped and summed already; a second backward() would let "
-                "each of them count twice. Add the losses of one forward pass and call backward() "
-                "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
-                "the model"
-            )
-
-    def _refuse_second_loss(self, parameters: Sequence[str]) -> None:
+def _note_samples(strategy: Ghost, samples: int) -> None:
+    """What the norm pass has shown of batches of one sample."""
+    lone, ledger = strategy.recorder.lone, strategy.ledger
+    if lone is None or ledger is None:
+        return
+    if not ledger.kept.whole:
+        lone.learn(strategy.summed.running, samples)
+        return
+    rows = {name: n for one in strategy.summed.running for name, n in one.rows.items() if n > 1}
+    reason = None
+    if samples != 1:
+        reason = f"the model was given one sample, but there are {samples} losses"
+    elif ledger.tapped:
+        reason = "layers were called outside the model's forward"
+    elif rows:
+        name, n = next(iter(rows.items()))
+        reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
+    if reason is not None:
+        lone.rule_out(reason)
         raise RuntimeError(
-            f"a loss that the private criterion did not make ran backward through {parameters[0]} "
-            "and other private parameters, on samples that are in the step: what it "
-            "asks of them is not clipped and would be left out. Give the criterion all losses "
-            "(one a sample), or make a second one by DPLossFastGradientClipping(module, optimizer, "
-            "other_criterion, loss_reduction), and call backward() on their sum"
+            f"{reason}, so per-sample gradients are unknown. Nothing was added to the model. "
+            "From now on batches of one sample are treated like others: run the step again "
+            "(OPACUS_LONE_SAMPLE=0 does so from the start)"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"_passes": set(), "_summed": set()}
-        return {**self.__dict__, **fresh, "ledger": None, "phase": Phase.IDLE}
+
+def _refuse_leaks(strategy: Ghost, before: dict[str, tuple[int, int]]) -> None:
+    leaked = [n for n, p in strategy.parameters if before.get(n) != _state_of_grad(p)]
+    if not leaked:
+        return
+    for name, parameter in strategy.parameters:
+        if name in leaked:
+            parameter.grad = None
+    if (
+        strategy.ledger is not None
+        and strategy.ledger.kept.whole
+        and strategy.recorder.lone is not None
+    ):
+        # By reentrant checkpoints, say, of which there were none before: not the next time.
+        strategy.recorder.lone.rule_out("gradients came past the forward pass")
+    raise foreign_gradients(leaked)
 
 
-class TwoPass(Ghost):
-    """Norms in one backward pass, the clipped sum in a second one.
+def run_backward(losses: Tensor, retain_graph: bool) -> None:
+    """The backward pass of per-sample losses.
 
-    The second pass is the first one again: the factors meet the rows of each layer, not the losses,
-    and what a layer shows is compared with what was measured. In it FSDP2 finds in
-    ``unsharded.grad`` exactly the clipped gradient to reduce. See :class:`Ghost` for the arguments.
-
-    Guarantee: a sum of rows that are not those that were measured is never released. On the CPU
-    that is an error at once; on a GPU, where looking would make the host wait, :attr:`doubt` says
-    so to whoever releases.
+    Raises:
+        RuntimeError: A compiled graph can run backward only once.
     """
-
-    _weighting: Weighting | None = None
-    _seen: Seen
-
-    def _take(self, record: Record) -> None:
-        super()._take(record)
-        if self.phase is Phase.SUM:
-            return
-        ledger = self.ledger
-        if ledger is not None and record.spec.name not in ledger.kept.layers:
-            self._seen.measured(record)  # of the others the sum takes what was measured itself
-
-    def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
-        """See :meth:`Ghost.norm_pass`."""
-        self._seen = Seen()
-        super().norm_pass(losses, retain_graph)
-
-    @timed(SECOND_BACKWARD)
-    def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
-        """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
-        if self.ledger is not None and self.ledger.kept.whole:
-            self._sum_whole(clipped)
-            return
-        self._weighting = Weighting(clipped)
-        try:
-            with self._in(Phase.SUM, losses):
-                _backward(losses, retain_graph)
-            self.doubt = compared(self._seen, REPLAY_ADVICE)
-        finally:
-            self._weighting = self.ledger = None
-            self._seen = Seen()
-
-    @each_layer
-    def _weigh(self, record: Record) -> None:
-        for name, grad in self._weighted(record).items():
-            parameter = record.layer.parameter(name)
-            assert parameter is not None
-            add_to_grad(parameter, grad.to(parameter.dtype))
-
-    def _weighted(self, record: Record) -> dict[str, Tensor]:
-        """The clipped sums of one record of the replay, by local name."""
-        weighting, ledger = self._weighting, self.ledger
-        assert weighting is not None and ledger is not None
-        if record.spec.name in ledger.kept.layers:
-            owners = {name: record.layer.owners[name] for name in record.spec.params}
-            formed = {name: ledger.kept.formed.pop(owner, None) for name, owner in owners.items()}
-            return {
-                name: weighting.sum_of_formed(owners[name], grad)  # each is used once
-                for name, grad in formed.items()
-                if grad is not None
-            }
-        self._seen.replayed(record)
-        return weighting.sums(record)
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}
-        return {**super().__getstate__(), **fresh}
-
-
-def _backward(losses: Tensor, retain_graph: bool) -> None:
     try:
         losses.sum().backward(retain_graph=retain_graph)
     except RuntimeError as error:

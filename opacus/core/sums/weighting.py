@@ -84,11 +84,12 @@ class Weighting:
 
 def _takes_factors(record: Record, names: tuple[str, ...]) -> bool:
     """Whether factors may scale the layer's input, and that is the smaller of its tensors."""
-    rule, g = record.layer.rule, record.backprops
-    if not set(names) <= set(rule.bilinear) or not rule.by_rows(record.activations, record.batch):
+    if not set(names) <= set(record.layer.rule.bilinear):
         return False
-    (x,) = record.activations
+    (x,), g = record.activations, record.backprops
     if not type(x) is type(g) is Tensor or x.dtype != g.dtype or not x.is_contiguous():
+        return False
+    if x.shape[:1] != (record.batch,):
         return False
     # In fp16 an input may be near the largest number, and a factor near the smallest.
     return x.numel() <= g.numel() and x.dtype != torch.float16

@@ -1,4 +1,4 @@
-"""GPU kernel of :mod:`opacus.core.kernels.sums.float8`: reads once, writes once, adds up squares."""
+"""GPU kernel of :mod:`opacus.core.kernels.sums.float8`: reads once, writes once, squares too."""
 
 from __future__ import annotations
 

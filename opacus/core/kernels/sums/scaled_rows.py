@@ -25,7 +25,7 @@ class Inputs:
         self, tensors: tuple[Tensor, ...], factors: Tensor | None, excluded: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Each scaled, but for indices; see :func:`scaled_rows`."""
-        if any(is_dtensor(t) for t in tensors):  # these have no address
+        if any(type(t) is not Tensor and is_dtensor(t) for t in tensors):  # these have no address
             return _each(tensors, factors, excluded)
         own = (0,) if factors is None else (factors.data_ptr(), factors._version)
         # With the version: hooks of saved tensors may bring all of them into one buffer.

@@ -119,6 +119,16 @@ class Follower:
             return isinstance(self._trail.state(output), Labels)
         return self._next(spec) is not None
 
+    def sharing(self, output: Tensor, batch_dim: int) -> Trail | None:
+        """The trail, if it shows that all samples share what a layer gave."""
+        trail = self._trail
+        return trail if trail is not None and trail.is_shared(output, batch_dim) else None
+
+    @property
+    def trail(self) -> Trail | None:
+        """The one that follows this forward pass, if any does."""
+        return self._trail
+
     def units_of(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
     ) -> Units | None:

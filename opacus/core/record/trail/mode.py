@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.record.shared import Place
 from opacus.core.record.trail.computes import COMPUTES, pointwise
 from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
 from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
@@ -69,6 +70,7 @@ class Trail(TorchDispatchMode):
         self.decided = False
         self._reads = Reads()
         self._aside = False  # whether operations are the trail's own
+        self._over = False
         # How often each layer was used on each unit, where its place in the batch said so.
         self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
         for tensor in inputs:
@@ -82,6 +84,7 @@ class Trail(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._over = True
         self._reads.__exit__(*error)
         self.decided |= self._reads.looked
 
@@ -156,6 +159,60 @@ class Trail(TorchDispatchMode):
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
         self._memory.put(output, labels, DATA)
         return None
+
+    # --- tensors that all samples share; see :mod:`opacus.core.record.shared` ---
+
+    def is_shared(self, output: Tensor, batch_dim: int) -> bool:
+        """Whether what a layer gave is nobody's, and has no row for each sample."""
+        if self.state(output) is not None:
+            return False
+        if output.dim() <= batch_dim or output.shape[batch_dim] != self.count:
+            return True
+        own = output.detach()  # positions expanded to the batch have equal rows
+        return not torch.equal(own, own.narrow(batch_dim, 0, 1).expand_as(own))
+
+    def share(self, value: Tensor) -> Tensor:
+        """A row for each sample ``[n, ...]``, all equal, without memory."""
+        rows = value.expand(self.count, *value.shape)
+        self._memory.put(rows, Labels(self._in_order(rows.dim(), 0)), DATA)
+        return rows
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Where the samples of a tensor are; ``None`` for nobody's.
+
+        Raises:
+            ValueError: They are not along one dimension, in order.
+            RuntimeError: The forward pass is over.
+        """
+        if self._over:
+            raise RuntimeError(
+                "what a layer has computed once for all samples is used after the forward pass, "
+                "where whose rows it meets is not known (an activation checkpoint runs such a part "
+                "of the model again, or the loss takes it): leave that part out of checkpoints, or "
+                "freeze the layer (adapters in other layers, such as LoRA, can be trained)"
+            )
+        state = self.state(tensor)
+        if state is None:
+            return None
+        reason = state.reason if isinstance(state, Lost) else "they are in no order"
+        if isinstance(state, Labels):
+            self.moved |= state.moved
+            varying = [d for d, size in enumerate(state.ids.shape) if size > 1]
+            line = state.ids.reshape(-1)
+            block, rest = divmod(len(line), self.count)
+            wanted = torch.arange(self.count, device=line.device).repeat_interleave(max(1, block))
+            if len(varying) == 1 and not rest and torch.equal(line, wanted):
+                return Place(tensor.dim() - varying[0], block)
+        raise ValueError(
+            f"a layer that runs once for all {self.count} samples meets a tensor "
+            f"{tuple(tensor.shape)} that has not the samples along one dimension ({reason}), so "
+            "their gradients cannot be told apart: freeze the layer (adapters in other layers, "
+            "such as LoRA, can be trained)"
+        )
+
+    def not_simple(self) -> None:
+        """Shared tensors have to be followed each time."""
+        self.moved = True
 
     def _somebodys(self, tensor: Tensor) -> State:
         """Whose a layer's rows are; nobody's, if values have picked none of any unit."""

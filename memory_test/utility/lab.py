@@ -1,0 +1,189 @@
+"""Which optimizer, clipping and noise learn most at equal epsilon, on small tasks.
+
+    python memory_test/utility/lab.py --output memory_test/results/NAME.json
+
+Each contender takes its best learning rate on seed 0, which the others' seeds do not see; then
+it runs with the seeds 1 to 5. Test accuracies of all runs are written, and a table is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from memory_test.common.results import write_json
+from memory_test.common.schema import head, versions
+from memory_test.utility.contenders import CONTENDERS, Contender
+from memory_test.utility.data import Task, model_features, reviews
+from opacus import CorrelatedNoise, PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
+
+WHAT = (
+    "test accuracy of optimizers, clippings and noises at equal epsilon; the learning rate is the "
+    "best of three on another seed"
+)
+BANDS = 16
+HIDDEN = 16
+
+
+class Net(nn.Module):
+    """Two layers; tanh suits clipped gradients (arXiv 2007.14191)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, width]`` to ``[B, 2]``."""
+        return self.head(self.body(x).tanh())
+
+
+def train(name: str, lr: float, seed: int, task: Task, args: Any) -> dict[str, float]:
+    """One run: its test accuracy, noise multiplier and epsilon."""
+    torch.manual_seed(seed)
+    chosen = CONTENDERS[name]
+    model: Any = Net(task.width)
+    optimizer: Any = chosen.make(model.parameters(), lr)
+    loader: Any = DataLoader(task.train, args.batch_size, shuffle=chosen.clipping is None)
+    criterion: Any = nn.CrossEntropyLoss()
+    engine = PrivacyEngine(accountant=args.accountant)
+    parameters = list(model.parameters())
+    sigma = 0.0
+    if chosen.clipping is not None:
+        how = _noise(chosen, len(loader), args)
+        sigma = how["noise_multiplier"]
+        made: Any = engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=loader,
+            clipping=chosen.clipping,
+            max_grad_norm=_norms(chosen, len(parameters)),
+            noise_generator=torch.Generator().manual_seed(seed),
+            grad_sample_mode="hooks" if chosen.clipping == "per_layer" else "ghost_bk",
+            **how,
+        )
+        model, optimizer, loader = made[0], made[1], made[-1]
+        criterion = made[2] if len(made) == 4 else criterion
+    for _ in range(args.epochs):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), labels).backward()
+            optimizer.step()
+    inputs, labels = task.test.tensors
+    with torch.no_grad():
+        right = (model.eval()(inputs).argmax(1) == labels).float().mean()
+    spent = engine.get_epsilon(args.delta) if chosen.clipping is not None else 0.0
+    return {"accuracy": float(right), "noise_multiplier": sigma, "epsilon": spent}
+
+
+def _norms(chosen: Contender, parameters: int) -> Any:
+    """C, shared out evenly if it is one for each parameter."""
+    if chosen.clipping != "per_layer":
+        return chosen.max_grad_norm
+    return [chosen.max_grad_norm / parameters**0.5] * parameters
+
+
+def _noise(chosen: Contender, batches: int, args: Any) -> dict[str, Any]:
+    """Arguments that spend the budget: with Poisson sampling, or correlated without it."""
+    budget: dict[str, Any] = {"target_epsilon": args.epsilon, "target_delta": args.delta}
+    budget["accountant"] = args.accountant
+    steps = args.epochs * batches
+    if chosen.noise == "correlated":
+        noise = CorrelatedNoise.optimised(min(BANDS, batches), steps=steps, separation=batches)
+        sigma = get_noise_multiplier(**budget, sample_rate=1.0, steps=1)
+        return {"noise_multiplier": sigma, "correlated_noise": noise}
+    sigma = get_noise_multiplier(**budget, sample_rate=1 / batches, steps=steps)
+    return {"noise_multiplier": sigma}
+
+
+def row(job: tuple[str, str, Task, Any]) -> dict[str, Any]:
+    """A row of the results: a contender on a task."""
+    torch.set_num_threads(1)
+    name, task_name, task, args = job
+    chosen, start = CONTENDERS[name], time.perf_counter()
+    tried = {lr: train(name, lr, 0, task, args)["accuracy"] for lr in chosen.lrs}
+    lr = max(tried, key=lambda each: tried[each])
+    runs = [train(name, lr, seed, task, args) for seed in range(1, args.seeds + 1)]
+    scores = [run["accuracy"] for run in runs]
+    return {
+        "task": task_name,
+        "contender": name,
+        "optimizer": chosen.optimizer,
+        "clipping": chosen.clipping or "none",
+        "noise": chosen.noise if chosen.clipping else "none",
+        "max_grad_norm": chosen.max_grad_norm,
+        "noise_multiplier": runs[0]["noise_multiplier"],
+        "epsilon": runs[0]["epsilon"],
+        "delta": args.delta,
+        "lr": lr,
+        "tried": {str(each): score for each, score in tried.items()},
+        "accuracies": scores,
+        "mean": statistics.fmean(scores),
+        "sd": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run all, write and print them."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, help="result file")
+    add("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    add("--model", help="folder of a language model, whose features are a second task")
+    add("--device", default="cpu", help="where that model runs; training is on the CPU")
+    add("--rows", type=int, help="reviews, instead of all")
+    add("--epsilon", type=float, default=3.0)
+    add("--delta", type=float, default=1e-5)
+    add("--epochs", type=int, default=10)
+    add("--batch-size", type=int, default=512)
+    add("--accountant", default="pld")
+    add("--seeds", type=int, default=5)
+    add("--jobs", type=int, default=1, help="processes")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    tasks = {"reviews": reviews(args.rows)}
+    if args.model:
+        name = f"reviews, features of {Path(args.model).name}"
+        tasks[name] = model_features(args.model, args.rows, args.device)
+    jobs = [(name, label, task, args) for label, task in tasks.items() for name in args.only]
+    if args.jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+            rows = pool.map(row, jobs, chunksize=1)
+    else:
+        rows = [row(job) for job in jobs]
+    for found in rows:
+        print(
+            f"{found['task'][:24]:24} {found['contender']:22} {found['mean']:.1%} "
+            f"+- {found['sd']:.1%}  noise {found['noise_multiplier']:.2f}  lr {found['lr']:g}"
+        )
+    if args.output is not None:
+        setting = {
+            k: getattr(args, k) for k in ("epsilon", "delta", "epochs", "batch_size", "accountant")
+        }
+        write_json(
+            args.output,
+            {**head(WHAT, "", versions()), "setting": setting, "utility": rows},
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

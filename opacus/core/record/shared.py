@@ -1,0 +1,298 @@
+"""What is computed once for all samples, of which each has a gradient of its own.
+
+Note [Shared tensors]
+    A table of relative positions, a soft prompt or the embedding of positions ``[T]`` comes from no
+    input: it has no row for each sample. Where it meets the samples' tensors, autograd adds up
+    their gradients. So such a layer returns a :class:`Shared` tensor. What is computed from it and
+    from nobody's tensors is shared, too, and computed once. Where it meets a tensor with samples
+    along one dimension, which the trail says, it becomes an ordinary tensor that has them along
+    that dimension as well. Behind it is, for every shared tensor that is used so, a tensor of
+    *rows* ``[n, ...]``, in which all are equal, but not their gradients: the layer is tapped on
+    its rows, as any layer with a row for each sample.
+
+    The trail follows the rows like all else: a mistake made here ends in its refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from opacus.core.rules.spec import LayerSpec
+
+
+class Scope(Protocol):
+    """The forward pass in which tensors are shared.
+
+    Attributes:
+        count: Number of samples n.
+    """
+
+    count: int
+
+    def share(self, value: Tensor) -> Tensor:
+        """A row for each sample ``[n, ...]``, all equal, without memory."""
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Where the samples of a tensor are; ``None`` for nobody's.
+
+        Raises:
+            ValueError: They are not along one dimension, in order.
+        """
+
+    def not_simple(self) -> None:
+        """A shared tensor was not simply added to the samples' rows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Samples lie along a dimension, ``block`` entries each.
+
+    Attributes:
+        back: The dimension, counted from the last one, which is 1.
+    """
+
+    back: int
+    block: int = 1
+
+
+At = Callable[[Place], Tensor | None]
+
+
+@dataclass
+class Source:
+    """How a shared tensor came to be.
+
+    Attributes:
+        rows: Makes its rows ``[n, ...]``.
+        at: Makes it with samples at a place; ``None`` for what only its rows give.
+        spec: The layer that it comes from.
+        simple: Whether a row for each sample in front would have done as well.
+    """
+
+    rows: Callable[[], Tensor]
+    at: At | None
+    spec: LayerSpec
+    scope: Scope
+    simple: bool = False
+
+
+class Shared(Tensor):
+    """See Note [Shared tensors]. Its own values are those that all samples have."""
+
+    _source: Source
+    _rows: Tensor | None
+
+    @classmethod
+    def of(cls, value: Tensor, source: Source) -> Shared:
+        """A shared tensor of this value."""
+        made: Shared = torch.Tensor._make_subclass(cls, value.detach())
+        made._source, made._rows = source, None
+        return made
+
+    def rows(self) -> Tensor:
+        """A row for each sample ``[n, ...]``, all equal, each with its own gradient."""
+        if self._rows is None:
+            with torch.enable_grad():
+                self._rows = self._source.rows()
+        return self._rows
+
+    def at(self, place: Place) -> Tensor:
+        """An ordinary tensor with samples at a place, to be combined with one that has them."""
+        made = self._source.at(place) if self._source.at is not None else None
+        return _along(self.rows(), place, self._source) if made is None else made
+
+    @property
+    def scope(self) -> Scope:
+        """The forward pass that it belongs to."""
+        return self._source.scope
+
+    @property
+    def simple(self) -> bool:
+        """Whether a row for each sample in front would have done as well."""
+        return self._source.simple
+
+    def refusal(self, what: str) -> ValueError:
+        """The error for a use that is not supported."""
+        return _refusal(self._source, what)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _run(func, args, kwargs or {})
+
+
+def rows_of_input(tensor: Tensor, scope: Scope) -> Tensor:
+    """What a layer that gave a shared tensor was given, with a row for each sample."""
+    if isinstance(tensor, Shared):
+        return tensor.rows()
+    if scope.place_of(tensor) == Place(tensor.dim()):
+        return tensor  # looked at for its shape, say
+    return tensor.expand(scope.count, *tensor.shape)
+
+
+def plain(value: Any) -> Any:
+    """Shared tensors among some values as ordinary ones, which are nobody's."""
+    return tree_map_only(Shared, lambda s: s.as_subclass(Tensor), value)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """An operation on shared tensors, and maybe others."""
+    leaves, tree = tree_flatten((args, kwargs))
+    shared = [leaf for leaf in leaves if isinstance(leaf, Shared)]
+    source, name = shared[0]._source, getattr(func, "__name__", "")
+    others = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, Shared)]
+    places = {place for t in others if (place := source.scope.place_of(t)) is not None}
+
+    def call(function: Any, replace: Callable[[Shared], Tensor]) -> Any:
+        values = [replace(leaf) if isinstance(leaf, Shared) else leaf for leaf in leaves]
+        new_args, new_kwargs = tree_unflatten(values, tree)
+        return function(*new_args, **new_kwargs)
+
+    if isinstance(args[0] if args else None, Shared) and _in_place(name):
+        func = getattr(Tensor, _OUT_OF_PLACE.get(name, ""), None)
+        if func is None:
+            raise _refusal(source, f"is changed in place ({name})")
+        name = func.__name__
+    if places:
+        if len(places) > 1 or name.strip("_") not in _MEETS:
+            raise _refusal(source, f"is combined with the samples' tensors by {name}")
+        place = places.pop()
+        if not all(_simple_at(s, place) for s in shared):
+            source.scope.not_simple()
+        return call(func, lambda s: s.at(place))
+    value = call(func, lambda s: s.as_subclass(Tensor))
+    differentiable = [
+        t for t in tree_flatten(value)[0] if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    if not differentiable or not torch.is_grad_enabled() or func in _ENDS:
+        return value
+    return _shared(func, name, call, value, shared, args)
+
+
+def _shared(
+    func: Any, name: str, call: Any, value: Any, shared: Sequence[Shared], args: Sequence[Any]
+) -> Any:
+    """What is computed from shared tensors and nobody's."""
+    source = shared[0]._source
+    made: list[Any] = []  # the rows of all results, once they are asked for
+
+    def mapped() -> list[Any]:
+        if not made:
+
+            def one(*rows: Tensor) -> Any:
+                fresh = iter(rows)
+                return call(func, lambda _: next(fresh))
+
+            with torch.enable_grad():
+                out = torch.func.vmap(one, randomness="same")(*[s.rows() for s in shared])
+            made.extend(tree_flatten(out)[0])
+        return made
+
+    leaves, tree = tree_flatten(value)
+    at = _pushed(func, name, call, shared, args) if len(leaves) == 1 else None
+    simple = name.strip("_") in _KEEPS and all(s._source.simple for s in shared)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            rows = partial(_item, mapped, i)
+            fresh = Source(rows, at, source.spec, source.scope, simple)
+            leaves[i] = Shared.of(leaf, fresh)
+    return tree_unflatten(leaves, tree)
+
+
+def _item(make: Callable[[], list[Any]], place: int) -> Any:
+    return make()[place]
+
+
+def _pushed(
+    func: Any, name: str, call: Any, shared: Sequence[Shared], args: Sequence[Any]
+) -> At | None:
+    """How a result is had with samples at a place from operands that have them there.
+
+    Where it is possible, this takes less memory than the result's rows: :func:`_along` of a tensor
+    that already has a part for each sample makes all parts for all samples.
+    """
+    first, short = shared[0], name.strip("_")
+    if short in _POINTWISE or (short == "to" and len(shared) == 1):
+        return lambda place: call(func, lambda s: s.at(place))
+    if short == "transpose" and set(args[1:]) == {-1, -2} and first.dim() > 2:
+        return lambda place: call(func, lambda s: s.at(place)) if place.back > 2 else None
+    if short in ("repeat", "expand"):
+        return _repeated(first, short, args[1:])
+    return None
+
+
+def _repeated(first: Shared, name: str, sizes: Sequence[Any]) -> At | None:
+    """``repeat(n, 1, ...)`` and ``expand(n, -1, ...)``: a copy for each sample, in front."""
+    sizes = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+    n, dims = first._source.scope.count, first.dim()
+    kept = all(
+        size == 1 if name == "repeat" else size in (-1, own)
+        for size, own in zip(sizes[len(sizes) - dims + 1 :], first.shape[1:], strict=True)
+    )
+    if not kept or len(sizes) != dims or sizes[0] != n or dims < 1:
+        return None
+    block = first.shape[0]
+    if name == "expand" and block != 1:
+        return None
+
+    return lambda place: first.rows().flatten(0, 1) if place == Place(dims, block) else None
+
+
+def _along(rows: Tensor, place: Place, source: Source) -> Tensor:
+    """Rows ``[n, ...]`` with samples at a place instead of in front."""
+    n, block, dims = rows.shape[0], place.block, rows.dim() - 1
+    if place.back > dims:
+        rows = rows.reshape(n, *[1] * (place.back - dims), *rows.shape[1:])
+        dims = place.back
+    at = dims - place.back
+    size = rows.shape[at + 1]
+    if size == 1:
+        rows = rows.movedim(0, at)  # [..., n, 1, ...]
+        return rows.expand(*rows.shape[: at + 1], block, *rows.shape[at + 2 :]).flatten(at, at + 1)
+    if size != n * block:
+        raise _refusal(source, f"has {size} entries where the samples have {n * block}")
+    own = rows.unflatten(at + 1, (n, block)).diagonal(0, 0, at + 1)  # [..., block, ..., n]
+    return own.movedim(-1, at).flatten(at, at + 1)
+
+
+def _simple_at(shared: Shared, place: Place) -> bool:
+    in_front = place == Place(shared.dim()) and shared.shape[0] == 1
+    return shared._source.simple and in_front
+
+
+def _in_place(name: str) -> bool:
+    return name in _OUT_OF_PLACE or name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
+
+
+def _refusal(source: Source, what: str) -> ValueError:
+    return ValueError(
+        f"{source.spec} runs once for all {source.scope.count} samples, and its result {what}, so "
+        "their gradients cannot be told apart. Give the layer a row for each sample (expand its "
+        "input), or freeze it (adapters in other layers, such as LoRA, can be trained)"
+    )
+
+
+_OUT_OF_PLACE = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
+# One element of each operand, broadcast.
+_POINTWISE = frozenset(
+    ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "rtruediv", "true_divide",
+     "where", "masked_fill", "maximum", "minimum")
+)  # fmt: skip
+# Where shared tensors may meet the samples': dimensions are counted from the last one in all.
+_MEETS = _POINTWISE | frozenset(
+    ("iadd", "isub", "imul", "itruediv", "cat", "concat", "matmul", "bmm", "baddbmm",
+     "scaled_dot_product_attention")
+)  # fmt: skip
+# What a row for each sample in front does not change.
+_KEEPS = _POINTWISE | {"to", "dropout"}
+# No gradient comes back from what these give.
+_ENDS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
