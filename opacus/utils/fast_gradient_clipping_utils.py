@@ -83,8 +83,8 @@ class DPTensorFastGradientClipping(Tensor):
         Raises:
             ValueError: A second call before ``optimizer.step()`` where gradient
                 accumulation is forbidden (Poisson sampling).
-            RuntimeError: A trainable parameter was used past its layer, or a loss of the same
-                forward pass has been clipped in this step already.
+            RuntimeError: A trainable parameter bypassed its layer, or a loss of the same forward
+                pass has been clipped in this step already.
         """
         self._check_accumulation()
         clip_batch(
