@@ -378,7 +378,7 @@ class DPLossFastGradientClipping:
         )
 
     def _refuse_joined(self, losses: Any, samples: int | None) -> None:
-        """Losses of several forward passes look like those of flattened sequences of the last."""
+        """Refuse joined losses of several forward passes, which look like flattened sequences."""
         if samples is None or not isinstance(losses, Tensor) or losses.dim() != 1:
             return
         if losses.shape[0] == samples:
