@@ -27,7 +27,7 @@ from opacus.core.record.record import ANCHOR, ForwardPass, Sink, Use
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
 WholeSink = Callable[[ForwardPass, dict[str, Tensor]], None]
-# What stands for a parameter: a module's parameters, the name, the parameter, its alias.
+# An alias in place of a parameter: a module's parameters, the name, the parameter, its alias.
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
 
 
