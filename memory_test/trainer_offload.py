@@ -14,6 +14,7 @@ from opacus.integrations.transformers import DPArguments, DPTrainer
 
 
 def model() -> transformers.PreTrainedModel:
+    """A tiny Llama, always the same."""
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -24,11 +25,12 @@ def model() -> transformers.PreTrainedModel:
             num_attention_heads=2,
             num_key_value_heads=2,
             max_position_embeddings=32,
-        )  # fmt: skip
+        )
     )
 
 
 def texts() -> list[dict[str, list[int]]]:
+    """Sixteen texts of random tokens."""
     ids = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(1)).tolist()
     return [{"input_ids": row, "labels": row} for row in ids]
 
@@ -54,6 +56,7 @@ def trained(offload: bool, folder: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    """Train both and say whether they agree."""
     with tempfile.TemporaryDirectory() as folder:
         on_gpu, on_cpu = (trained(offload, folder) for offload in (False, True))
     start = dict(model().named_parameters())
