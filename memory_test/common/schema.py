@@ -76,6 +76,8 @@ PARTS: dict[str, Kinds] = {
     "trainers": {"trainer": str, "model": str, "batch": int, "tokens": int, "checkpointing": bool,
                  "times_ms": list},
     "finetuning": {"trained": str, "trainer": str, "epsilon": (*NUMBER, None), "tried": bool},
+    "stored_dtypes": {"stored": str, "seed": int, "accuracy": NUMBER, "loss": NUMBER},
+    "memory_curves": {"limit_gib": NUMBER, "ms": NUMBER, "ways": dict},
     "noise_kernels": {"generator": str, "elements": int, "ms": NUMBER},
     "noise": {"accountant": str, "target": NUMBER, "delta": NUMBER, "rate": NUMBER, "steps": int,
               "seconds": NUMBER},

@@ -12,7 +12,7 @@ from memory_test.scale.rates import Rates
 from memory_test.scale.run import Run
 from memory_test.scale.shapes import linears
 from opacus.core.platform.sizes import FREE_MEMORY_SHARE
-from opacus.core.sums.planner import KEEP_PASSES, STORE_PASSES
+from opacus.core.sums.choice import KEEP_PASSES, STORE_PASSES
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.platform.delegated import Delegated
 from opacus.core.privacy.clipping import clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
+from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.strategy import Ghost
 from opacus.grad_sample._norms import Norms, Ordinary
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -77,6 +79,43 @@ class GhostSettings(GradSampleHooks):
         self._strategy.limits.peak = _bytes("memory_budget", whole)
         self._limited()
 
+    @property
+    def host_budget(self) -> int:
+        """Bytes of host memory that records of blocks may be sent to, in the ``_bk`` modes.
+
+        For blocks that do not fit into :attr:`memory_budget`, where copying is faster than running
+        them again. On a GPU the memory is pinned, and stays with the process. 0 by default.
+        """
+        planner = self._strategy.planner
+        return 0 if planner is None else planner.host_budget
+
+    @host_budget.setter
+    def host_budget(self, value: int) -> None:
+        planner = self._strategy.planner
+        if planner is None:
+            raise ValueError("host_budget: only the _bk modes keep records, see docs/modes.md")
+        planner.host_budget = _bytes("host_budget", value) or 0
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """``"float8"``: per-sample gradients that are stored for the sum, in the ``_bk`` modes, are
+        rounded to 8 bits with a scale for each unit and parameter, up or down by chance.
+
+        Half the memory of bf16. The norm is taken of what is stored, so the bound of the clipped
+        sum is exact. ``None`` (the default): as they were formed.
+        """
+        planner = self._strategy.planner
+        return None if planner is None or planner.rounding is None else "float8"
+
+    @stored_dtype.setter
+    def stored_dtype(self, value: str | None) -> None:
+        if value not in (None, "float8"):
+            raise ValueError(f"stored_dtype must be 'float8' or None, got {value!r}")
+        planner = self._strategy.planner
+        if planner is None:
+            raise ValueError("stored_dtype: only the _bk modes store gradients, see docs/modes.md")
+        planner.rounding = None if value is None else Rounding(_process())
+
     def _limited(self) -> None:
         self._strategy.limits.asked()
         self._strategy.limit_memory(self._module)
@@ -90,6 +129,8 @@ class GhostSettings(GradSampleHooks):
     def explain(self) -> str:
         """The plan of the latest step: what was kept of each layer, and what it costs.
 
+        Below it memory and time as they were predicted and measured.
+
         Before it, which mode ``grad_sample_mode="auto"`` has chosen, and why.
 
         Raises:
@@ -101,6 +142,8 @@ class GhostSettings(GradSampleHooks):
         table = planner.table()
         if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
+        if planner.choices:
+            table += f"\n\n{planner.summary()}"
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     def log_module_gradient_sample_mode(
@@ -149,6 +192,11 @@ class GhostNorms(GhostSettings):
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Say which parameter each of the per-layer clipping norms belongs to."""
         self._norms.put_in_order(parameters)
+
+
+def _process() -> str:
+    """This process among those that train together."""
+    return str(dist.get_rank()) if dist.is_available() and dist.is_initialized() else "0"
 
 
 def _bytes(name: str, value: int | None) -> int | None:

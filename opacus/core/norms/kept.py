@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sum_of_squares
+from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
+from opacus.core.kernels.sums.float8 import Rounded
+from opacus.core.norms.host_memory import Away, HostMemory
 from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import SENT_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
 
@@ -18,24 +21,39 @@ class Kept:
 
     Attributes:
         formed: Per-sample gradients ``[B, *shape]`` by parameter name.
+        rounded: Those of them that are stored in float8, with their scales.
         layers: Names of the layers all of whose gradients are among them.
         held: Records whose gradients are not.
+        away: Gradients and records that wait in host memory.
         whole: Whether the gradients are those of a lone sample.
     """
 
     def __init__(self) -> None:
         self.formed: dict[str, Tensor] = {}
+        self.rounded: dict[str, Rounded] = {}
+        self._before_rounding: dict[str, Tensor] = {}
         self.layers: set[str] = set()
         self.held: list[Record] = []
+        self.away = HostMemory()
         self.whole = False
 
     @each_layer
-    def form(self, record: Record) -> None:
+    def form(
+        self,
+        record: Record,
+        rounding: Callable[[str, Tensor], Rounded | None] | None = None,
+        may_be_dropped: bool = False,
+    ) -> None:
         """Form a layer's per-sample gradients once and keep them for the clipped sum.
 
         Rules that re-run the layer need its parameters, which are unsharded only now,
         and may draw other random numbers when run again: what is summed must be what
         was measured.
+
+        Args:
+            record: Of the layer; of its only use, if its gradients are rounded.
+            rounding: Stores a parameter's gradients in fewer bits.
+            may_be_dropped: Whether :meth:`drop` may be called for the layer.
         """
         rule = record.layer.rule
         self.layers.add(record.spec.name)
@@ -43,7 +61,13 @@ class Kept:
         for local, grad in record.owned(grads).items():
             owner = record.layer.owners[local]
             known = self.formed.get(owner)
-            self.formed[owner] = grad if known is None else add_rows(known, grad)
+            fewer = None if rounding is None or known is not None else rounding(owner, grad)
+            if fewer is not None:
+                if may_be_dropped:  # a replay sums what has not been rounded
+                    self._before_rounding[owner] = sum_of_squares(grad)
+                self.formed[owner], self.rounded[owner] = fewer.values, fewer
+            else:
+                self.formed[owner] = grad if known is None else add_rows(known, grad)
 
     def drop(self, layers: AbstractSet[str], owners: AbstractSet[str]) -> dict[str, Tensor]:
         """Keep nothing of these layers any more.
@@ -53,7 +77,29 @@ class Kept:
         """
         self.held = [r for r in self.held if r.spec.name not in layers]
         self.layers -= layers
-        return {o: sum_of_squares(self.formed.pop(o)) for o in owners & self.formed.keys()}
+        squares: dict[str, Tensor] = {}
+        for owner in owners & self.formed.keys():
+            formed, fewer = self.formed.pop(owner), self.rounded.pop(owner, None)
+            exact = None if fewer is None else self._before_rounding.pop(owner)
+            squares[owner] = sum_of_squares(formed) if exact is None else exact
+        return squares
+
+    def send_away(self, layers: AbstractSet[str], owners: AbstractSet[str]) -> dict[str, Tensor]:
+        """Move what is kept of these layers to host memory.
+
+        Returns:
+            Squared norms of the gradients among it, by parameter name.
+        """
+        here = [o for o in owners if o in self.formed and self.formed[o].numel() >= SENT_ELEMENTS]
+        squares = self.squares(here)
+        for owner in here:
+            self.away.formed[owner] = Away(self.formed.pop(owner))
+            self._before_rounding.pop(owner, None)
+        for record in self.held:
+            if record.spec.name in layers:
+                self.away.send(record)
+        self.held = [r for r in self.held if r.spec.name not in layers]
+        return squares
 
     def add_whole(self, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
@@ -65,12 +111,16 @@ class Kept:
 
     def squares(self, owners: Iterable[str]) -> dict[str, Tensor]:
         """Squared norms of those of these parameters whose gradients were formed."""
-        return {o: sum_of_squares(self.formed[o]) for o in owners if o in self.formed}
+        own = [o for o in owners if o in self.formed]
+        plain = [o for o in own if o not in self.rounded]
+        found = {o: self.rounded[o].norm_sq for o in own if o in self.rounded}
+        squares = sums_of_squares([self.formed[o] for o in plain])
+        return found | dict(zip(plain, squares, strict=True))
 
     def take_held(self) -> list[Record]:
-        """The records, for the sum; they are forgotten here."""
+        """The records, for the sum, those in host memory too; they are forgotten here."""
         held, self.held = self.held, []
-        return held
+        return held + self.away.records
 
 
 class Queue:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sums_of_squares
+from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import PROFILE, layers
@@ -26,11 +26,18 @@ class Storage(Protocol):
         """Whether its per-sample gradients are kept (else the record is)."""
 
     @property
+    def rounding(self) -> Callable[[str, Tensor], Rounded | None] | None:
+        """Stores a parameter's gradients in fewer bits."""
+
+    @property
     def limited(self) -> bool:
         """Whether blocks may be left to a replay."""
 
     def replays(self, record: Record) -> Visit | None:
         """The run of its block that is repeated, so that nothing of it is kept."""
+
+    def leaving(self) -> Visit | None:
+        """The run of a block whose records are sent to host memory."""
 
     def visited(self, record: Record) -> None:
         """Its norm is known, or will be."""
@@ -130,8 +137,7 @@ class NormLedger:
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
-        norms = sums_of_squares([formed[owner] for owner in left])
-        for owner, norm_sq in zip(left, norms, strict=True):
+        for owner, norm_sq in self.kept.squares(left).items():
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
@@ -190,7 +196,7 @@ class NormLedger:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
-                    kept.form(record)
+                    kept.form(record, self.planner.rounding, self.planner.limited)
             records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
@@ -202,6 +208,10 @@ class NormLedger:
             for r in records:
                 self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
+        visit = None if self.planner is None else self.planner.leaving()
+        if visit is not None:
+            for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
+                self._accumulate(owner, norm_sq)
 
     def _left_to_a_replay(self, record: Record) -> bool:
         """Whether a record was measured and is not kept, for its block runs again."""

@@ -32,6 +32,10 @@ FREE_MEMORY_SHARE = 0.8
 FREE_MEMORY_MARGIN = 0.05
 # Part of the device's memory that the stored gradients of a single sample may take.
 STORED_SHARE = 0.5
+# Smaller per-sample gradients are stored in the type in which they were formed.
+ROUNDED_ELEMENTS = 1 << 12
+# Smaller ones are not sent to host memory: a copy each way costs more than their room.
+SENT_ELEMENTS = 1 << 14
 # Uses of one layer wait for each other up to so many times the size of their result.
 WAITING_SHARE = 1.0
 # Columns of half-precision gradients that are widened at once, where there is no kernel.

@@ -22,8 +22,8 @@ from opacus.core.platform.switches import switched_on
 
 _BYTES = 32
 # Purposes: gradients' noise, that of the count in adaptive clipping, noise asked for by itself,
-# and the coin tosses of sampling.
-NOISE, COUNT, APART, SAMPLING = "noise", "count", "apart", "sampling"
+# the coin tosses of sampling, and those of gradients that are stored in fewer bits.
+NOISE, COUNT, APART, SAMPLING, ROUNDING = "noise", "count", "apart", "sampling", "rounding"
 
 
 @dataclass(frozen=True)

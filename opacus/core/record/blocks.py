@@ -38,6 +38,7 @@ class Block:
         self.names = frozenset(layer.spec.name for layer in layers)
         self.owners = frozenset(owner for layer in layers for owner in layer.owners.values())
         self.held_before: dict[Hashable, int] = {}
+        self.elements = sum(layer.spec.elements for layer in layers)
 
     def remember(self, visit: Visit) -> None:
         """So many bytes are held of the block when it is given tensors of these shapes."""
@@ -61,6 +62,7 @@ class Visit:
         seen: Bytes of all its records so far.
         chosen: Whether the block is replayed.
         stays: Whether it is known that it is not.
+        leaves: Whether what is kept of its records is sent to host memory.
         shapes: Of the tensors that it was given.
     """
 
@@ -69,7 +71,7 @@ class Visit:
         self.names: set[str] = set()
         self.owners: set[str] = set()
         self.held = self.seen = 0
-        self.chosen = self.stays = False
+        self.chosen = self.stays = self.leaves = False
         self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
         self.arguments: Any = (args, kwargs) if self.possible else None
         self.gradient: Tensor | None = None
@@ -77,6 +79,18 @@ class Visit:
         self.versions = self.versions_now()
         self.random = _random_state()
         self.autocast = _autocast(tree_leaves((args, kwargs)))
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the gradient of its output."""
+        assert self.gradient is not None
+        return self.gradient.device, self.gradient.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Rows of features that it computed."""
+        assert self.gradient is not None
+        return self.gradient.numel() // max(1, self.gradient.shape[-1])
 
     @property
     def bytes(self) -> int:

@@ -317,9 +317,13 @@ class Record:
         """The record is used after its delivery: copy what is borrowed."""
         if self.borrowed:
             held = (self.activations, self.backprops)
-            self.activations, self.backprops = tree_map_only(Tensor, torch.clone, held)
+            self.put_tensors(*tree_map_only(Tensor, torch.clone, held))
             self.borrowed = False
-            self._find_tensors()
+
+    def put_tensors(self, activations: Any, backprops: Any) -> None:
+        """The same values in other tensors, or what stands for them while they are elsewhere."""
+        self.activations, self.backprops = activations, backprops
+        self._find_tensors()
 
     def owned(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """``grads`` made from this record, none of which lies in memory that is borrowed."""

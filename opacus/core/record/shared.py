@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from opacus.core.record.record import ANCHOR, Tap, Use
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -296,3 +297,23 @@ _MEETS = _POINTWISE | frozenset(
 _KEEPS = _POINTWISE | {"to", "dropout"}
 # No gradient comes back from what these give.
 _ENDS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> Shared:
+    """The output of a layer that runs once for all samples: tapped on rows, if it is used."""
+    use.batch_dim = 0
+    simple = output.shape[:1] == (1,) and all(
+        t.simple if isinstance(t, Shared) else t.shape[:1] == (1,) for t in inputs
+    )
+
+    def rows() -> Tensor:
+        own = output.rows() if isinstance(output, Shared) else scope.share(output)
+        tensors = [rows_of_input(t, scope) for t in inputs]
+        named = use.forward_pass.named
+        if named is not None:
+            use.units = named.of_layer(use.spec, None, own, 0)
+        use.register(own.shape, counted=True)
+        (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
+        return tapped
+
+    return Shared.of(plain(output), Source(rows, None, use.spec, scope, simple))

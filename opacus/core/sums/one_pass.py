@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.kernels.sums.float8 import scaled_factors
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
@@ -95,6 +96,7 @@ class OnePass(Ghost):
         """Weight and add what was kept; runs no backward pass."""
         with self._running_out(), torch.no_grad():
             self._sum(clipped)
+        self.planner.report.mark()
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
@@ -103,13 +105,20 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         weighting = Weighting(clipped)
-        sums = KeptSums(ledger.kept.take_held(), weighting)
+        sums, away = KeptSums(ledger.kept.take_held(), weighting), ledger.kept.away
         replay = self._replay(weighting)
-        formed = ledger.kept.formed
+        formed, fewer = ledger.kept.formed, ledger.kept.rounded
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
-        factors = [clipped.of(name) for name in names]
-        for name, own in zip(names, factors, strict=True):
+        factors, excluded = [clipped.of(name) for name in names], clipped.masked
+        for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
+            if away:
+                stored = away.take(name)
+                if stored is not None:
+                    formed[name] = stored
+                away.fetch(following)
             again = [] if replay is None else replay.terms_of(name)
+            if name in fewer:
+                own = scaled_factors(own, fewer.pop(name).scales, excluded)
             stored, later = formed.pop(name, None), sums.terms_of(name) + again
             self.sink.put(name, Terms(stored, later, own, clipped.masked))
         self.sink.finish()

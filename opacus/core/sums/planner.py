@@ -6,6 +6,9 @@ the sum weights them. No matrix work beyond that of ordinary training, ``B n`` e
 ``"keep"``: activations and backprops. The norm is computed from them (by Gram matrices or
 in pieces, whichever is cheaper), the weighted gradient by one product later.
 
+``"offload"``: either of these, in host memory, where no more may be held and copying back is faster
+than a replay.
+
 ``"replay"``: nothing, where no more may be held; the layer's block runs forward and backward once
 more, from what it was given and the gradient of its output.
 
@@ -15,45 +18,21 @@ All are exact; the choice changes speed and memory only.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import replace
 
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
+from opacus.core.sums.choice import Choice, compare
 from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import rates_of
+from opacus.core.sums.report import Report, counted
+from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.seen import Seen
 
-# Passes over the stored per-sample gradients: written, read for the norm, read for the sum.
-STORE_PASSES = 3
-# Passes over kept tensors: read and written once more, with the clipping factors.
-KEEP_PASSES = 2
+# A replay is a forward pass and a backward pass, in forward passes.
+REPLAYED_FORWARDS = 3
 # Choices that are remembered.
 MOST_KNOWN = 10_000
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was decided for a layer, and why.
-
-    Attributes:
-        layer: Qualified name.
-        kind: Class of the layer.
-        batch: Number of samples B.
-        shapes: Shapes of activations and backprops.
-        what: ``"store"``, ``"keep"`` or ``"replay"``.
-        milliseconds: Estimated time beyond non-private training, of each choice.
-        bytes: Memory held until the sum, of each choice.
-    """
-
-    layer: str
-    kind: str
-    batch: int
-    shapes: str
-    what: str
-    milliseconds: dict[str, float]
-    bytes: dict[str, int]
 
 
 class Planner:
@@ -73,6 +52,10 @@ class Planner:
         self.peak_bytes: int | None = None
         self._most = budget_bytes
         self.largest_block = 0  # bytes that are held of the block with the most
+        self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
+        self.report = Report()
+        self.extra: dict[str, float] = {}  # milliseconds that blocks take which are not held
+        self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
         self._looked: Visit | None = None
@@ -99,13 +82,17 @@ class Planner:
         """
         self._in_sum, self._spare, self._forced = in_sum, spare, again
         self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
-        self.held_bytes = self.largest_block = 0
+        self.held_bytes = self.largest_block = self.host_bytes = 0
         self._most = budget_bytes
         self.budget_bytes = self._limit(0)
         self.choices = {}
         self.seen = Seen(all_tensors=True)
+        self.extra = {}
+        self.report.start(peak_bytes)
         if self.blocks is not None:
             self.blocks.start()
+        if self.rounding is not None:
+            self.rounding.start()
 
     @property
     def limited(self) -> bool:
@@ -123,20 +110,54 @@ class Planner:
             return None
         assert self.blocks is not None
         self._look(visit)
-        if visit.stays:
+        if visit.stays or visit.leaves:
             return None
         choice = self._choice(record)
         self.seen.measured(record)
         if not visit.chosen:
             if self._has_room(visit, min(choice.bytes.values())):
                 return None
+            if self._leaves(visit, choice):
+                return None
             visit.chosen = True
+            self._expect("replay", self._again(visit))
             self.blocks.chosen.append(visit)
             self.held_bytes += visit.bytes - visit.held
             for name in visit.names:
                 self.choices[name] = replace(self.choices[name], what="replay")
         self.choices[choice.layer] = replace(choice, what="replay")
         return visit
+
+    def _leaves(self, visit: Visit, choice: Choice) -> bool:
+        """Whether a block for which there is no room is sent to host memory: if that is faster."""
+        known = visit.block.held_before.get(visit.shapes)
+        guess = max(2 * visit.held, self.largest_block, min(choice.bytes.values()))
+        expected = guess if known is None else known
+        if self.host_bytes + expected > self.host_budget:
+            return False
+        back = expected / rates_of(*visit.place).host
+        if back > self._again(visit):
+            return False
+        visit.leaves = True
+        self._expect("offload", back)
+        self.held_bytes -= visit.held
+        self.host_bytes += visit.held
+        for name in visit.names:
+            self.choices[name] = replace(self.choices[name], what="offload")
+        return True
+
+    def _again(self, visit: Visit) -> float:
+        """Seconds that a block takes to run again."""
+        products = REPLAYED_FORWARDS * visit.tokens * visit.block.elements
+        return products / rates_of(*visit.place).multiply_adds
+
+    def _expect(self, way: str, seconds: float) -> None:
+        self.extra[way] = self.extra.get(way, 0.0) + 1e3 * seconds
+
+    def leaving(self) -> Visit | None:
+        """The visit whose records are sent to host memory, if the backward pass is in one."""
+        visit = None if self.blocks is None else self.blocks.current
+        return visit if visit is not None and visit.leaves else None
 
     def _has_room(self, visit: Visit, more: int) -> bool:
         """Whether so many bytes may be held; the blocks to come may all have to be replayed."""
@@ -156,6 +177,7 @@ class Planner:
             needs = 12 * visit.bytes if before is None else before.seen
             self._transient = max(self._transient, needs)
             self.budget_bytes = self._limit(self._transient)
+            self.report.expect(in_use() + self._transient)
         # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
         known = visit.block.held_before.get(visit.shapes)
         visit.stays = known is not None and self._has_room(visit, known)
@@ -170,6 +192,9 @@ class Planner:
         self._remember(self._looked)
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
+            replayed = self._transient if self.blocks and self.blocks.chosen else 0
+            self.report.expect(self._base + self.held_bytes + self._in_sum + replayed)
+        self.report.mark()
 
     def _limit(self, transient: int) -> int | None:
         """Bytes that may be held, with so many more in use for a while."""
@@ -198,8 +223,14 @@ class Planner:
         budget = self.budget_bytes
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
             what = min(choice.bytes, key=choice.bytes.__getitem__)
-        self.held_bytes += choice.bytes[what]
         visit = None if self.blocks is None else self.blocks.of(record)
+        if visit is not None and visit.leaves:
+            what = choice.what
+            self.host_bytes += choice.bytes[what]
+            visit.held += choice.bytes[what]
+            self.choices[choice.layer] = replace(choice, what="offload")
+            return what == "store"
+        self.held_bytes += choice.bytes[what]
         if visit is not None:
             visit.held += choice.bytes[what]
             self.largest_block = max(self.largest_block, visit.held)
@@ -209,13 +240,22 @@ class Planner:
     def _choice(self, record: Record) -> Choice:
         tensors = record.tensors
         spec = record.spec
-        key = (spec.name, spec.params, *[t.shape for t in tensors])
+        key = (spec.name, spec.params, self.rounding is None, *[t.shape for t in tensors])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
-            known = self._known[key] = _compare(record, tensors)
+            known = self._known[key] = compare(record, self.rounding is not None)
         return known
+
+    def summary(self) -> str:
+        """What the latest step was expected to need, and what it needed."""
+        extra = dict(self.extra)
+        for choice in self.choices.values():
+            if choice.what in choice.bytes:
+                extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
+        ways = counted([choice.what for choice in self.choices.values()])
+        return self.report.text(ways, self.held_bytes, self.host_bytes, extra)
 
     def table(self) -> str:
         """The plan of the latest backward pass, a line for each layer."""
@@ -229,32 +269,3 @@ class Planner:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _compare(record: Record, tensors: list[Tensor]) -> Choice:
-    spec, backprops = record.spec, tensors[-1]
-    rates = rates_of(backprops.device, backprops.dtype)
-    elements = spec.elements
-    held = sum(t.numel() * t.element_size() for t in tensors)
-    rule, use = record.layer.rule, (record.activations, record.backprops)
-    stored = record.batch * elements * rule.grad_dtype(*use).itemsize
-    cost = rule.norm_cost(spec, *use)
-    # Where the norm comes from per-sample gradients anyway, keeping would form them twice.
-    products = float(record.batch * elements) if cost is None else cost
-    seconds = {
-        "store": STORE_PASSES * stored / rates.bytes,
-        "keep": KEEP_PASSES * held / rates.bytes + products / rates.multiply_adds,
-    }
-    if cost is None and stored <= held:
-        seconds["store"] = 0.0
-    what = min(seconds, key=seconds.__getitem__)
-    shapes = ", ".join(str(list(t.shape)) for t in tensors)
-    return Choice(
-        layer=spec.name,
-        kind=spec.kind.__name__,
-        batch=record.batch,
-        shapes=shapes,
-        what=what,
-        milliseconds={k: v * 1e3 for k, v in seconds.items()},
-        bytes={"store": stored, "keep": held},
-    )

@@ -15,10 +15,12 @@ class Rates:
     Attributes:
         multiply_adds: Multiply-adds a second of a large matrix product.
         bytes: Bytes a second that are read or written.
+        host: Bytes a second from host memory.
     """
 
     multiply_adds: float
     bytes: float
+    host: float = 1e10
 
 
 # A CPU core, roughly. Only ratios matter, and only to choose between exact methods.
@@ -39,7 +41,10 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     copied = torch.empty_like(block)
     product = _seconds(lambda: torch.mm(square, square))
     copy = _seconds(lambda: copied.copy_(block))
-    return Rates(multiply_adds=side**3 / product, bytes=2 * block.numel() / copy)
+    there = torch.empty_like(block, device="cpu", pin_memory=True)
+    back = _seconds(lambda: copied.copy_(there, non_blocking=True))
+    size = block.numel()
+    return Rates(multiply_adds=side**3 / product, bytes=2 * size / copy, host=size / back)
 
 
 def _seconds(function: object, repeats: int = 5) -> float:

@@ -149,6 +149,9 @@ class Ghost:
         """Take the place of another one, of the same model with fewer layers."""
         self.budget_bytes = other.budget_bytes
         self.limits.go_on_from(other.limits)
+        if self.planner is not None and other.planner is not None:
+            self.planner.rounding = other.planner.rounding
+            self.planner.host_budget = other.planner.host_budget
         self.summed = other.summed
 
     def limit_memory(self, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from opacus.core.platform.held import HeldModule
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Generation, Record
 from opacus.core.rules import rule_for
-from opacus.core.sums import planner as planning
+from opacus.core.sums import choice as choosing
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.rates import Rates
 from tests.core.rules.cases import spec_of
@@ -34,7 +34,7 @@ def record(batch: int, tokens: int, d: int, p: int) -> Record:
 
 
 def decide(monkeypatch: pytest.MonkeyPatch, rates: Rates, one: Record, budget: int | None = None):
-    monkeypatch.setattr(planning, "rates_of", lambda device, dtype: rates)
+    monkeypatch.setattr(choosing, "rates_of", lambda device, dtype: rates)
     planner = Planner(budget)
     return planner.stores(one), planner
 

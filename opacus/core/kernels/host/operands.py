@@ -17,6 +17,11 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 SUPPORTED = (*HALF, torch.float32)
+# What gradients may be stored in, its largest number, and from which compute capability on a card
+# converts it itself.
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0
+_CONVERTS_FLOAT8 = (8, 9)
 # Bytes to which the copy engine (TMA) and 16-byte loads need addresses and strides aligned.
 ALIGNMENT = 16
 # Strides of a missing mask.
@@ -291,3 +296,9 @@ def upload(numbers: Iterable[int], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return table
     return table.pin_memory().to(device, non_blocking=True)
+
+
+@functools.cache
+def converts_float8(device: int) -> bool:
+    """Whether Triton's kernels can read and write :data:`FLOAT8` on a GPU."""
+    return torch.cuda.get_device_capability(device) >= _CONVERTS_FLOAT8

@@ -21,6 +21,7 @@ TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.uint8: tl.uint8,
+    torch.float8_e4m3fn: tl.float8e4nv,
 }
 
 

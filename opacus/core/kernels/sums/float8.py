@@ -7,33 +7,26 @@ bits of mantissa); it becomes the upper one with the probability that keeps its 
 
 Note [Coins]
     A coin is a byte of Philox at (row, column): a function of key, number and place. Rows are cut
-    into tiles of :data:`TILE` columns. Counter ``tile * LANE + i`` of a row, after those of the
-    rows before, makes 16 bytes; byte j (word j mod 4, and there number j div 4 from the lowest)
+    into tiles of ``TILE`` columns. Counter ``tile * LANE + i`` of a row, after those of the rows
+    before, makes 16 bytes; byte j (word j mod 4, and there number j div 4 from the lowest)
     belongs to column ``j * LANE + i`` of the tile.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.host.operands import SUPPORTED
-from opacus.core.kernels.noise.words import key_words, random_words
+from opacus.core.kernels.host.operands import FLOAT8, LARGEST, SUPPORTED, converts_float8
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype, widen
+from opacus.core.kernels.sums.coins import LANE, TILE, coins
 from opacus.core.kernels.sums.weighted_sum import triton_works
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
 # Exponent of the smallest normal number, and bits of the mantissa.
 LEAST_EXPONENT, MANTISSA = -6, 3
-LANE, BYTES = 512, 16
-TILE = LANE * BYTES
-# Compute capability from which a card converts float8 itself.
-NATIVE = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -78,9 +71,10 @@ def rounded(grads: Tensor, key: bytes, number: int) -> Rounded:
 
 
 def scaled_factors(factors: Tensor, scales: Tensor, excluded: Tensor | None) -> Tensor:
-    """Factors ``[B]`` of the values whose products with ``scales`` have ``factors``."""
-    own = factors.to(device=scales.device, dtype=scales.dtype) * scales
-    return own if excluded is None else own.masked_fill(excluded.to(own.device), 0.0)
+    """Factors ``[n]`` of values whose products with ``scales`` ``[n]`` have ``factors`` ``[B]``."""
+    rows = len(scales)
+    own = factors[:rows].to(device=scales.device, dtype=scales.dtype) * scales
+    return own if excluded is None else own.masked_fill(excluded[:rows].to(own.device), 0.0)
 
 
 def _round_on_cpu(
@@ -94,34 +88,21 @@ def _round_on_cpu(
     for row in range(rows):
         for tile in range(tiles):
             part = flat[row, tile * TILE : (tile + 1) * TILE]
-            coins = _coins((row * tiles + tile) * LANE, key, number)[: len(part)]
+            tossed = coins((row * tiles + tile) * LANE, key, number)[: len(part)]
             exact = torch.where(finite[row], widen(part) / scales[row], 0.0)
-            near = _to_grid(exact, coins.to(exact.device, exact.dtype))
+            near = _to_grid(exact, tossed.to(exact.device, exact.dtype))
             values[row, tile * TILE : (tile + 1) * TILE] = near.to(FLOAT8)
             squares[row] += sum_of_squares(near[None])[0]
     return values, squares
 
 
-def _coins(first: int, key: bytes, number: int) -> Tensor:
-    """``[TILE]`` numbers in [0, 1), multiples of 1/256."""
-    blocks = torch.arange(first, first + LANE, device="cpu")
-    words = random_words(blocks, key_words(key), number, secure=False)  # [LANE, 4]
-    by_place = [words >> 8 * place & 0xFF for place in range(4)]
-    return torch.stack(by_place).permute(0, 2, 1).reshape(TILE) / 256.0  # [4, 4, LANE]
-
-
-def _to_grid(exact: Tensor, coins: Tensor) -> Tensor:
+def _to_grid(exact: Tensor, tossed: Tensor) -> Tensor:
     """Numbers of float8 beside ``exact``."""
     exponents = torch.frexp(exact).exponent - 1
     steps = torch.ldexp(torch.ones_like(exact), exponents.clamp(min=LEAST_EXPONENT) - MANTISSA)
-    return (torch.floor(exact / steps + coins) * steps).clamp_(-LARGEST, LARGEST)
+    return (torch.floor(exact / steps + tossed) * steps).clamp_(-LARGEST, LARGEST)
 
 
 def _has_kernel(flat: Tensor) -> bool:
     known = flat.is_cuda and flat.is_contiguous() and flat.dtype in SUPPORTED
-    return known and triton_works() and _native(flat.get_device())
-
-
-@functools.cache
-def _native(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= NATIVE
+    return known and triton_works() and converts_float8(flat.get_device())

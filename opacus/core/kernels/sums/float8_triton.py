@@ -1,4 +1,4 @@
-"""GPU kernel of :mod:`opacus.core.kernels.sums.float8`: reads once, writes once, squares too."""
+"""GPU kernel of :mod:`opacus.core.kernels.sums.float8`: reads once and writes once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
-from opacus.core.kernels.sums.float8 import BYTES, FLOAT8, LANE, LARGEST, TILE
+from opacus.core.kernels.sums.coins import BYTES, LANE, TILE
 
 # Tiles that one program handles.
 LOOPS = 8
@@ -70,7 +70,7 @@ def launch(
     rows, size = flat.shape
     tiles = operands.parts(size, TILE)
     programs = operands.parts(tiles, LOOPS)
-    values = torch.empty(rows, size, dtype=FLOAT8, device=flat.device)
+    values = torch.empty(rows, size, dtype=operands.FLOAT8, device=flat.device)
     squares = torch.empty(rows, programs, dtype=torch.float32, device=flat.device)
     (low,) = struct.unpack("<q", key[:8])
     _variant()(
@@ -89,4 +89,6 @@ def launch(
 
 @functools.cache
 def _variant() -> Variant:
-    return Variant(_kernel, LANE=LANE, BYTES=BYTES, LOOPS=LOOPS, LARGEST=LARGEST, num_warps=4)
+    return Variant(
+        _kernel, LANE=LANE, BYTES=BYTES, LOOPS=LOOPS, LARGEST=operands.LARGEST, num_warps=4
+    )

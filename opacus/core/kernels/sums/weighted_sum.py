@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.host.operands import triton_is_installed
-from opacus.core.kernels.norms.reference import wide_dtype, widen
+from opacus.core.kernels.host.operands import FLOAT8, converts_float8, triton_is_installed
+from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sizes import SHARED_ELEMENTS, SUMMED_ELEMENTS, WIDENED_ELEMENTS
 
 T = TypeVar("T")
@@ -33,12 +33,15 @@ def weighted_sum(
     Returns:
         ``[*shape]``. On a GPU nothing waits for the device.
     """
-    shape, wide = grads.shape[1:], wide_dtype(grads)
+    stored_in_8 = grads.dtype == FLOAT8
+    shape, wide = grads.shape[1:], wide_dtype(factors if stored_in_8 else grads)
     if grads.shape[0] == 0:
         return grads.new_zeros(shape, dtype=wide) if out is None else out.zero_()
     if can_batch(grads, factors) and (out is None or out.is_contiguous()):
         return _weighted_sum_on_gpu(grads, factors, excluded, out)
-    if excluded is not None:
+    if excluded is not None and stored_in_8:  # always finite
+        factors = factors.masked_fill(excluded.to(factors.device), 0.0)
+    elif excluded is not None:
         rows = excluded.to(grads.device).view(-1, *[1] * len(shape))
         grads = grads.masked_fill(rows, 0.0)
     factors, flat = factors.to(device=grads.device, dtype=wide), grads.reshape(len(grads), -1)
@@ -52,7 +55,7 @@ def weighted_sum(
         flat.split(WIDENED_ELEMENTS, 1), target.view(-1).split(WIDENED_ELEMENTS), strict=True
     )
     for part, place in pieces:  # so that little is held in the wide type
-        place.copy_(factors @ widen(part))
+        place.copy_(factors @ part.to(wide))
     return out if target is out else out.copy_(target)
 
 
@@ -75,6 +78,7 @@ def can_batch(grads: Tensor, factors: Tensor) -> bool:
         and grads.is_contiguous()
         and grads.is_floating_point()
         and triton_works()
+        and (grads.dtype != FLOAT8 or converts_float8(grads.get_device()))
     )
 
 
