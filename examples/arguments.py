@@ -49,4 +49,7 @@ def check_against_data(args: argparse.Namespace, rows: int) -> None:
             f"below 1/{rows}"
         )
     if args.batch_size > rows:
-        raise ValueError(f"--batch-size {args.batch_size}: there are {rows} training rows only")
+        raise ValueError(
+            f"--batch-size {args.batch_size}: there are {rows} training rows only; give a "
+            f"smaller one, such as {max(rows // 4, 1)}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+REFUSED = 2  # exit status of a script that has said which argument is wrong
+
 
 def is_launched() -> bool:
     """Whether torchrun has started this process."""
@@ -17,16 +20,19 @@ def is_launched() -> bool:
 
 
 def launch(processes: int, argv: Sequence[str]) -> None:
-    """Run this script in so many processes, as ``torchrun --standalone`` does; does not return.
+    """Run this script in several processes, as ``torchrun --standalone`` does; does not return.
 
-    After Ctrl-C the last lines are those of the script.
+    After Ctrl-C, or if the script refuses its arguments, the last lines are those of the script.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.ERROR)  # torchrun's own, in this process alone
     try:
         run.main(["--standalone", f"--nproc_per_node={processes}", sys.argv[0], *argv])
     except SignalException:
         sys.exit(130)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)  # torchrun's report, which ends with the first error
-        sys.exit(max(failure.exitcode for failure in error.failures.values()) or 1)
+        status = max(failure.exitcode for failure in error.failures.values())
+        if status != REFUSED:
+            print(error, file=sys.stderr)  # torchrun's report, which ends with the first error
+        sys.exit(status or 1)
     sys.exit(0)

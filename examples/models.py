@@ -21,6 +21,7 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 # Target where a language model has nothing to predict.
 IGNORE = -100
@@ -118,7 +119,7 @@ def local_folder(model: str) -> Path | None:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"--model {model}: neither a built-in shape ({', '.join(SHAPES)}) nor a folder with "
-            "a config.json"
+            "a config.json (hf download NAME --local-dir FOLDER fetches one)"
         )
     return folder
 
@@ -192,6 +193,7 @@ def quiet() -> Iterator[None]:
 
 def _from_folder(folder: Path, auto: type) -> PreTrainedModel:
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    logging.disable_progress_bar()  # a bar for each process and each time a model is read
     try:
         if weights:
             with quiet():

@@ -187,6 +187,7 @@ class EngineSteps(EngineCheckpoints):
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
         if settings.poisson_sampling:
             optimizer.follow_draws(loader.batch_sampler.draws)
+            model.draws = loader.batch_sampler.draws
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:
         # One home of C, sigma and reduction for clipping and noise.

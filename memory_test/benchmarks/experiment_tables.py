@@ -109,6 +109,7 @@ def modes_table() -> str:
     rows = [
         (f"`{mode}`", package, *_summary(found[mode, package]))
         for mode, package in sorted(found, key=lambda key: (places[key[0]], key[1] != OURS))
+        if "stored shards" not in package  # an option that is gone
     ]
     return table(("mode", "package", *_SUMMARY), rows) + "\n"
 

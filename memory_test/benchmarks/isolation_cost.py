@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ def measure(mode: str, batch: int, tokens: int) -> dict[str, Any]:
     import torch
 
     from memory_test.benchmarks.contenders import Recipe, build, random_ids
+    from memory_test.common.timing import milliseconds
 
     cuda = torch.cuda.is_available()
     runtime = Runtime(0, 1, torch.device("cuda" if cuda else "cpu"))
@@ -64,11 +64,7 @@ def measure(mode: str, batch: int, tokens: int) -> dict[str, Any]:
     ids = random_ids(contender.vocab, batch, tokens, runtime)
 
     def step() -> float:
-        runtime.barrier()
-        start = time.perf_counter()
-        contender.step(ids)
-        runtime.barrier()
-        return (time.perf_counter() - start) * 1e3
+        return milliseconds(lambda: contender.step(ids), runtime.device)
 
     isolation = contender.model.isolation
     interval, ms = isolation.interval, {}

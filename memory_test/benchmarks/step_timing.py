@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from memory_test.benchmarks.step_check import Check, Expected, full_check, full_
 from memory_test.common.failures import is_out_of_memory
 from memory_test.common.launch import Runtime
 from memory_test.common.memory import MB, peak_mb, reset_peak
+from memory_test.common.timing import milliseconds
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,7 @@ class _Bench:
         others = sum(mb for way, mb in self.resident_mb.items() if way != one.way) if cuda else 0.0
         reset_peak(device)
         runtime.barrier()
-        start = time.perf_counter()
-        contender.step(ids)
-        if cuda:
-            torch.cuda.synchronize(device)
-        took = (time.perf_counter() - start) * 1e3
+        took = milliseconds(lambda: contender.step(ids), device)
         seen = runtime.largest([took, peak_mb(device) - others])
         contender.park()
         one.times_ms.append(seen[0])

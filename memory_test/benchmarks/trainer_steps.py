@@ -37,6 +37,7 @@ from transformers import (
 
 from memory_test.common.models import SHAPES
 from memory_test.common.schema import head, versions
+from memory_test.common.timing import wait_for
 from opacus.integrations.transformers import DPArguments, DPTrainer
 
 WARM, ROUNDS = 3, 2
@@ -60,8 +61,7 @@ class Clock(TrainerCallback):
 
 def now() -> float:
     """Seconds, when the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait_for("cuda" if torch.cuda.is_available() else "cpu")
     return time.perf_counter()
 
 

@@ -23,6 +23,7 @@ from memory_test.common.phases import PHASES, PhaseClock, collective_times, watc
 from memory_test.common.results import time_summary
 from memory_test.common.schema import versions
 from memory_test.common.tasks import criterion_for, loss_of, random_batch
+from memory_test.common.timing import milliseconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEARNING_RATE = 1e-5
@@ -184,11 +185,7 @@ def _timed(
     total = dict.fromkeys(PHASES, 0.0)
     for _ in range(settings.num_iter):
         runtime.barrier()
-        start = time.perf_counter()
-        step()
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize(runtime.device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(milliseconds(step, runtime.device))
         for name, value in trained.clock.take().items():
             total[name] += value
     mean = {name: value / settings.num_iter for name, value in total.items()}

@@ -6,7 +6,6 @@ Shapes: B samples of a rank, N samples of a case, T tokens, a layer takes d feat
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
 from memory_test.common.models import SHAPES
+from memory_test.common.timing import milliseconds
 from opacus.core.rules.linear import LinearRule
 from opacus.core.rules.spec import LayerSpec
 
@@ -168,9 +168,6 @@ def _median(runtime: Runtime, iterations: int, work: Callable[[], Any]) -> float
     times = []
     for turn in range(iterations + 2):
         runtime.barrier()
-        start = time.perf_counter()
-        work()
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize(runtime.device)
-        times += [(time.perf_counter() - start) * 1e3] if turn >= 2 else []
+        took = milliseconds(work, runtime.device)
+        times += [took] if turn >= 2 else []
     return runtime.largest([statistics.median(times)])[0]

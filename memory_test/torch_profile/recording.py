@@ -6,7 +6,6 @@ import gzip
 import platform
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 from memory_test.common.failures import StorageError
 from memory_test.common.memory import MB, peak_mb, reset_peak
 from memory_test.common.results import time_summary
+from memory_test.common.timing import milliseconds, wait_for
 from memory_test.torch_profile.kernel_kinds import kernels_of, summary
 from memory_test.torch_profile.snapshots import memory_summary, record_snapshot
 from memory_test.torch_profile.traces import check_trace, find_traces, read_trace
@@ -29,13 +29,7 @@ Step = Callable[[], Any]
 def measure_times(step: Step, device: torch.device, count: int) -> dict[str, Any]:
     """Milliseconds of ``count`` steps, and the peak of their memory."""
     reset_peak(device)
-    times = []
-    for _ in range(count):
-        _wait(device)
-        start = time.perf_counter()
-        step()
-        _wait(device)
-        times.append((time.perf_counter() - start) * 1e3)
+    times = [milliseconds(step, device) for _ in range(count)]
     return {**time_summary(times), "peak_memory_mb": round(peak_mb(device), 1)}
 
 
@@ -114,7 +108,7 @@ def _profile(
         with profiler:
             for _ in range(1 + steps):
                 step()
-                _wait(device)
+                wait_for(device)
                 profiler.step()
     for path in find_traces(folder):
         _compress(path)
@@ -132,11 +126,6 @@ def _read(folder: Path) -> tuple[Path, dict[str, Any]]:
     with suppress(IndexError, ValueError):
         return written[0], read_trace(written[0])
     raise StorageError(f"the trace in {folder.parent} was not written whole: is the disk full?")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:

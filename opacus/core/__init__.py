@@ -6,13 +6,13 @@ Rooms in the order of the data; each imports only from those above it here, and
     platform   torch and the machine
     kernels    pure computations, a reference beside each
     rules      (spec, activations, backprops) -> per-row quantities
-    privacy    what is promised: parameters, clipping, noise
-    record     a model's run -> records
+    privacy    the guarantee: parameters, clipping, keys, noise
+    record     a run of the model -> records
     norms      records -> squared norms
     sums       records and clipping factors -> the clipped sum
-    ranks      who holds what, and how ranks add up
-    isolation  whether a unit's gradient is its own: a check before a step
-    step       modes, losses, and what goes on around a step
+    ranks      meshes, reductions, agreement between ranks
+    isolation  checks that a unit's gradient depends on that unit alone
+    step       the private step in one file; modes, losses, loss scale
 
 A step::
 

@@ -9,20 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.privacy.draws import Draws
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import Choice
 from opacus.grad_sample._opacus_names import OpacusNames
 
 
 class NamedByUser(OpacusNames):
-    """The part of the hooks that knows what the user has named: units, and the mode.
+    """The hooks' record of what the user has named: units, and the mode.
 
     Attributes:
-        auto_choice: What ``grad_sample_mode="auto"`` stood for, if that is what was asked for.
+        auto_choice: The choice of ``grad_sample_mode="auto"``, if that was requested.
         privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
             sample i.
+        draws: Of the sampler whose units they are, if it is ours.
     """
 
+    draws: Draws | None = None
     auto_choice: Choice | None = None
     privacy_unit: str | None = None
 
@@ -51,6 +54,8 @@ class NamedByUser(OpacusNames):
             named = named_units(key, names, tree_leaves((args, kwargs)))
             recorder.passes.name_units(named)
             self._check_unit_ranks(key, named.names)
+            if self.draws is not None and key not in DOCUMENTS:
+                self.draws.name(named.names)
         return args, kwargs
 
     def _check_unit_ranks(self, key: str, names: Tensor) -> None:

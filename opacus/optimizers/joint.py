@@ -64,6 +64,24 @@ class JointOptimizer(Optimizer):
         """The state of each parameter, to be read."""
         return MappingProxyType({p: s for o in self.optimizers for p, s in o.state.items()})
 
+    @property
+    def noise_std(self) -> float:
+        """Of the gradients' noise; those of the optimizers that ask for it are told.
+
+        Raises:
+            AttributeError: None of them does.
+        """
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "noise_std"):
+                return float(optimizer.noise_std)
+        raise AttributeError("none of the optimizers has noise_std")
+
+    @noise_std.setter
+    def noise_std(self, value: float) -> None:
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "noise_std"):
+                optimizer.noise_std = value
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Each optimizer's step; ``closure`` is called once, before them."""
         loss = None

@@ -149,6 +149,7 @@ class DPOptimizer(
         # Step and state hooks of torch, without add_param_group on the shared groups.
         self.__setstate__({})
         self._set_up()
+        self._guard_original()
 
     def __getattr__(self, name: str) -> Any:
         # Schedule-free optimizers have these two; others do not, and are asked whether they do.
@@ -244,6 +245,7 @@ class DPOptimizer(
         if not release(self):
             return False
         self._is_last_step_skipped = False
+        mark_processed(*[p.grad for p in self.params if p.grad is not None])  # released by now
         return True
 
     def noise_and_count(self) -> None:

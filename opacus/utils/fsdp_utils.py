@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.record.blocks import blocks_of
+
+logger = logging.getLogger(__name__)
 
 
 def has_params(module: nn.Module) -> bool:
@@ -31,7 +35,8 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
     A transformer block is one unit, which communicates once a block. Blocks are the
     classes that a Hugging Face model lists in ``_no_split_modules``, else the members
     of the outermost ``nn.ModuleList`` s. Sharding every layer by itself, as Opacus
-    does, makes even a non-private step about three times slower.
+    does, makes even a non-private step about three times slower. Frozen weights of a
+    quantised type that FSDP2 cannot split (torchao's int8) stay whole on each rank.
 
     Args:
         model: The model; it is changed and returned.
@@ -53,6 +58,9 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
     leaves = kwargs.pop("wrap_individual_layers", False)
     reshard = kwargs.pop("reshard_after_forward", None)
     _refuse_unknown(kwargs)
+    whole = _unshardable(model)
+    if whole:
+        kwargs["ignored_params"] = {*(kwargs.get("ignored_params") or ()), *whole}
     block_kwargs = dict(kwargs) if reshard is None else {**kwargs, "reshard_after_forward": reshard}
     done = _shard_high_precision(model, high, block_kwargs) if high else set()
     if leaves:
@@ -62,6 +70,25 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
         _shard_each([m for m in blocks_of(model) if m not in done], block_kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def _unshardable(model: nn.Module) -> set[nn.Parameter]:
+    """Frozen parameters of a kind that FSDP2 cannot split, such as torchao's int8 weights."""
+    found: dict[str, set[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kind = type(parameter.data)
+        if parameter.requires_grad or kind is torch.Tensor or isinstance(parameter, DTensor):
+            continue
+        try:
+            parameter.chunk(2)
+        except NotImplementedError:
+            found.setdefault(kind.__name__, set()).add(parameter)
+    for name, parameters in found.items():
+        logger.warning(
+            "%d frozen parameters are of type %s, which FSDP2 cannot split: each rank holds them "
+            "whole", len(parameters), name,
+        )  # fmt: skip
+    return set().union(*found.values())
 
 
 def _shard_each(modules: Iterable[nn.Module], kwargs: dict[str, Any]) -> None:

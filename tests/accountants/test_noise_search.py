@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Any
@@ -151,6 +152,38 @@ def test_corners_take_seconds(
     assert book.get_epsilon(delta) <= target
     book.history = [(0.8 * sigma, rate, steps)]
     assert book.get_epsilon(delta) > target
+
+
+BOX = [*itertools.product((0.01, 1000.0), (1e-2, 1e-15), (1e-7, 1.0), (1, 10**7))]
+LONGEST = [case for case in BOX if case[0] == 0.01 and case[2:] == (1e-7, 10**7)]
+
+
+@pytest.mark.parametrize(
+    "accountant, cases",
+    [
+        ("pld", [case for case in BOX if case not in LONGEST]),
+        *(pytest.param(name, BOX, marks=pytest.mark.slow) for name in ("rdp", "prv")),
+        pytest.param("pld", LONGEST, marks=pytest.mark.slow),
+    ],
+)
+def test_all_corners_of_the_range(accountant: str, cases: list[Any]) -> None:
+    """Epsilon 0.01 to 1,000, delta 1e-2 to 1e-15, rate 1e-7 to 1, 1 to 10 million steps."""
+    for target, delta, rate, steps in cases:
+        start = time.process_time()
+        sigma = get_noise_multiplier(
+            target_epsilon=target,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=steps,
+            accountant=accountant,
+        )
+        assert time.process_time() - start < 5.0
+        book = create_accountant(accountant)
+        book.history = [(sigma, rate, steps)]
+        assert book.get_epsilon(delta) <= target
+        # Where delta alone covers the risk of being drawn, hardly any noise is needed.
+        covered = accountant != "rdp" and rate * steps < delta
+        assert sigma < 0.01 if covered else book.get_epsilon(delta) >= 0.95 * target
 
 
 @pytest.mark.parametrize(

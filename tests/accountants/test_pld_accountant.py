@@ -57,6 +57,16 @@ def test_values_of_dp_accountings_own_tests() -> None:
     )
     mixed.history = [(1.0, 0.8, 3, first.to_dict()), (2.0, 0.67, 2, second.to_dict())]
     assert mixed.get_epsilon(1e-6) == pytest.approx(17.193115, rel=1e-3)
+    # accountant_test.py: test_get_smallest_subsampled_gaussian_noise, for (1, 1e-5)
+    for sigma, rate, steps in ((0.67379294682, 0.01, 1), (3.20956502598 / 6, 0.001, 25)):
+        assert book(sigma, rate, steps).get_epsilon(1e-5) == pytest.approx(1.0, abs=2e-3)
+    # truncated_subsampled_gaussian_basic: 17.904330 there, for a looser pair of distributions
+    truncated = PLDAccountant()
+    truncated.history = [
+        (1.0, 0.5, 3, TruncatedPoisson(4, 2).to_dict()),
+        (1.0, 0.5, 2, TruncatedPoisson(3, 2).to_dict()),
+    ]
+    assert 0.8 * 17.904330 < truncated.get_epsilon(1e-6) <= 17.904330 * 1.001
     # truncated: always (1,000 samples, rate 1, 100 stay) is a batch of fixed size, never is Poisson
     always = book(1.0, 1.0, 1, TruncatedPoisson(1000, 100)).get_epsilon(DELTA)
     assert always == pytest.approx(book(1.0, 0.1, 1, FixedSize(1000, 100)).get_epsilon(DELTA))

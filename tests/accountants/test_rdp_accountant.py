@@ -169,3 +169,48 @@ def test_conversion() -> None:
     assert analysis.get_privacy_spent(orders=[2, 3], rdp=[0.0, 0.0], delta=0.9)[0] == 0.0
     with pytest.raises(ValueError, match="length"):
         analysis.get_privacy_spent(orders=[2, 3], rdp=[1.0], delta=delta)
+
+
+# --- published values ---
+
+
+def test_divergences_of_dp_accountings_own_tests() -> None:
+    """rdp_privacy_accountant_test.py: test_compute_rdp_poisson_sampled_gaussian.
+
+    At the order 1.5 it has 6.70579741e-04; by quadrature the divergence is 6.50070897e-04.
+    """
+    orders = [1.5, 2.5, 5.0, 50.0, 100.0, math.inf]
+    rdp = analysis.compute_rdp(q=0.01, noise_multiplier=2.5, steps=50, orders=orders)
+    want = [6.50070897e-04, 1.08548710e-03, 2.18075656e-03, 2.38460375e-02, 1.67416308e02]
+    assert rdp == pytest.approx([*want, math.inf], rel=1e-4)
+
+
+def test_epsilons_of_dp_accountings_own_tests() -> None:
+    """The same file: test_compute_epsilon_delta_pure_dp and test_compute_epsilon_delta_gaussian."""
+    orders = list(range(2, 33))
+    with pytest.warns(UserWarning, match="largest Renyi order"):
+        pure = analysis.get_privacy_spent(orders=orders, rdp=[1.1] * len(orders), delta=1e-5)
+    assert pure == (pytest.approx(1.32783806176, abs=1e-7), 32)
+    fine = [0.01 * i for i in range(101, 10_000)]
+    rdp = analysis.compute_rdp(q=1.0, noise_multiplier=4.530877117, steps=1, orders=fine)
+    assert analysis.get_privacy_spent(orders=fine, rdp=rdp, delta=1e-6)[0] == pytest.approx(
+        1.0, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("sigma, batch, size, steps, published", [
+    (4.0, 100, 10_000, 10_000, 1.26),  # arXiv 1607.00133, section 3.2 (moments accountant)
+    (1.3, 256, 60_000, 3516, 1.19),  # TensorFlow Privacy's MNIST tutorial: 15 epochs,
+    (1.1, 256, 60_000, 14063, 3.01),  # 60
+    (0.7, 256, 60_000, 10547, 7.10),  # and 45
+])  # fmt: skip
+def test_epsilons_of_papers(
+    sigma: float, batch: int, size: int, steps: int, published: float
+) -> None:
+    """They convert by ``rdp + log(1 / delta) / (order - 1)``; ours is a closer bound."""
+    orders = np.array([*(1 + x / 10 for x in range(1, 100)), *range(12, 64)])
+    rdp = analysis.compute_rdp(q=batch / size, noise_multiplier=sigma, steps=steps, orders=orders)
+    as_then = float(np.min(rdp + math.log(1e5) / (orders - 1)))
+    assert as_then == pytest.approx(published, abs=0.005)
+    ours = analysis.get_privacy_spent(orders=orders, rdp=rdp, delta=1e-5)[0]
+    assert 0.8 * as_then < ours < as_then

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.accountants.sampling import FixedSize, UserRows
 from opacus.data.users import UserCollate, UserDataset
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import run_distributed
 
@@ -198,3 +199,29 @@ def test_rows_of_users_are_counted_as_such() -> None:
 def test_sampling_that_is_not_done_or_not_counted_is_refused(kw: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         by_rows(**kw)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_a_user_in_two_physical_batches_of_a_step_is_refused(mode: str) -> None:
+    """Rows are drawn, but users are named; in physical batches of one row none comes twice."""
+    x, y = rows().tensors
+    engine, module = PrivacyEngine(), Net()
+    made: Any = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=CLIP,
+        data_loader=DataLoader(TensorDataset(x, y, torch.arange(ROWS) // 2), batch_size=ROWS),
+        privacy_unit="unit_ids", grad_sample_mode=mode,
+    )  # fmt: skip
+    model, optimizer = made[0], made[1]
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    before = [p.detach().clone() for p in module.parameters()]
+    memory = BatchMemoryManager(
+        data_loader=made[-1], max_physical_batch_size=1, optimizer=optimizer
+    )
+    with memory as loader, pytest.raises(RuntimeError, match=r"rows of the units \[0\]"):
+        for one, label, whose in loader:
+            optimizer.zero_grad()
+            criterion(model(one, unit_ids=whose), label).backward()
+            optimizer.step()
+    for p, old in zip(module.parameters(), before, strict=True):
+        assert torch.equal(p, old)

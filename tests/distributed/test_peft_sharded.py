@@ -66,3 +66,73 @@ def test_two_ranks_give_the_sum_of_all_samples() -> None:
             c, want = wanted(kind)
             for name, grad in rank[kind].items():
                 torch.testing.assert_close(grad, want[name], rtol=1e-6, atol=1e-6 * c, msg=kind)
+
+
+# --- a quantised base ---
+
+
+def quantised() -> Any:
+    """Adapters in fp32 on int8 weights."""
+    import peft
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    from tests.integrations.tiny import llama
+
+    model: Any = llama()
+    quantize_(model.model, Int8WeightOnlyConfig())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(2)
+    for parameter in trainable(model)[1]:
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def wanted_quantised() -> tuple[float, dict[str, torch.Tensor]]:
+    """As :func:`wanted`, but the base has no float64."""
+    model = quantised()
+    names, parameters = trainable(model)
+    rows = [
+        torch.autograd.grad(TokenLoss()(logits(model, x[None]), y[None]), parameters)
+        for x, y in zip(*texts(), strict=True)
+    ]
+    lengths = [float(torch.cat([g.flatten() for g in row]).norm()) for row in rows]
+    c = min(lengths) / 2
+    sums = [
+        sum(c / n * row[i] for n, row in zip(lengths, rows, strict=True)) / 3
+        for i in range(len(names))
+    ]
+    return c, dict(zip(names, sums, strict=True))
+
+
+def quantised_sums(rank: int, _: int) -> dict[str, Any]:
+    c, _ = wanted_quantised()
+    results = {}
+    for mode in MODES:
+        progress(f"quantised, {mode}")
+        model = quantised()
+        names, parameters = trainable(FSDP2Wrapper(model))
+        x, y = (t[PARTS[rank]] for t in texts())
+        data = torch.utils.data.TensorDataset(*texts())
+        wrapped, optimizer, loss, _ = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(parameters, lr=0.0), criterion=TokenLoss(),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=3), noise_multiplier=0.0,
+            max_grad_norm=c, poisson_sampling=False, expected_batch_size=3, grad_sample_mode=mode,
+        )  # fmt: skip
+        loss(logits(wrapped, x), y).backward()
+        optimizer.step()
+        grads = zip(names, parameters, strict=True)
+        results[mode] = {n: p.grad.full_tensor() for n, p in grads}
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_quantised_base_on_two_ranks() -> None:
+    """torchao's int8 weights cannot be sharded, so each rank holds them whole."""
+    pytest.importorskip("torchao")
+    c, want = wanted_quantised()
+    for rank in run_distributed(quantised_sums, 2, timeout=120):
+        for mode in MODES:
+            assert rank[mode].keys() == want.keys()
+            for name, grad in rank[mode].items():
+                torch.testing.assert_close(grad, want[name], rtol=1e-3, atol=1e-5 * c, msg=mode)

@@ -52,8 +52,38 @@ def test_python_can_be_parsed(page: Path) -> None:
             compile(code, str(page), "exec")
 
 
+NAMED = re.compile(r"`(\w[\w./-]*\.(?:py|md))`")
+PRINTED = re.compile(r"^# (\w+\.py)$", re.MULTILINE)  # files whose content a page shows
+
+
+def missing(page: Path, text: str) -> list[str]:
+    """Files named in a page that are not there, whichever folder their names start from."""
+    found = set(NAMED.findall(FENCE.sub("", text))) - set(PRINTED.findall(text))
+    if page.name == "privacy.md":
+        return sorted(name for name in found if not (ROOT / "opacus" / name).exists())
+    return sorted(name for name in found if not any(f"/{f}".endswith(f"/{name}") for f in FILES))
+
+
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", *(f"{folder}/**/*.*" for folder in ("docs", "examples", "memory_test")))
+    for path in ROOT.glob(pattern)
+] + [p.relative_to(ROOT).as_posix() for f in ("opacus", "tests") for p in ROOT.glob(f"{f}/**/*.py")]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=str)
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    assert missing(ROOT / page, (ROOT / page).read_text("utf-8")) == []
+
+
+def test_a_missing_file_is_found() -> None:
+    page = ROOT / "docs" / "privacy.md"
+    assert missing(page, "see `core/nowhere.py`, `version.py`") == ["core/nowhere.py"]
+    assert missing(ROOT / "README.md", "`nowhere.py`, `core/step/modes.py`") == ["nowhere.py"]
+
+
 # Half the words, twice the use: docs and the Markdown of memory_test together, and single pages.
-MOST_WORDS = {"docs/privacy.md": 1200, "docs/sharp_edges.md": 1000}
+MOST_WORDS = {"docs/privacy.md": 1200, "docs/sharp_edges.md": 1000, "docs/performance.md": 700}
 MOST_WORDS_TOGETHER = 20_000
 
 

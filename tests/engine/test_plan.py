@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus
 from opacus import CorrelatedNoise, Plan, PrivacyEngine
+from opacus.__main__ import main
 from opacus.accountants import create_accountant
 from opacus.accountants.sampling import TruncatedPoisson, UserRows
 from opacus.checkpoints.sharded import Checkpointer
@@ -50,6 +51,16 @@ def step(made: Any, units: bool = False) -> None:
 
 
 # --- proposals ---
+
+
+def test_the_command_line_prints_a_proposal(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--size", "2000", "--epsilon", "4", "--epochs", "5", "--accountant", "rdp"]
+    proposal = main(asked)
+    shown = capsys.readouterr().out
+    assert f"{proposal.noise_multiplier:g}" in shown and "<- chosen" in shown and "arXiv" in shown
+    with pytest.raises(SystemExit):
+        main([*asked[:2], "--epsilon", "-1", *asked[4:]])
+    assert "epsilon" in capsys.readouterr().err
 
 
 def test_a_proposal_keeps_to_the_budget_and_is_what_runs() -> None:

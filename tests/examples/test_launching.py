@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import launching
 import pytest
 from stopping import FILE, StopRequest, short_errors
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+
+@pytest.fixture(autouse=True)
+def logging_afterwards() -> Iterator[None]:
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +34,24 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
         launching.launch(2, ["--epochs", "3"])
     assert end.value.code == 130
     assert given == [["--standalone", "--nproc_per_node=2", "train.py", "--epochs", "3"]]
+
+
+@pytest.mark.parametrize(("status", "reported"), [(2, False), (1, True)])
+def test_torchruns_report_is_left_out_where_an_argument_was_refused(
+    status: int,
+    reported: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(words: list[str]) -> None:
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file="<N/A>")
+        raise ChildFailedError("train.py", {0: failure})
+
+    monkeypatch.setattr(launching.run, "main", main)
+    with pytest.raises(SystemExit) as end:
+        launching.launch(2, [])
+    assert end.value.code == status
+    assert ("FAILED" in capsys.readouterr().err) == reported
 
 
 @pytest.mark.parametrize(

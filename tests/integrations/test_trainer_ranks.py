@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
 from tests.integrations import oracle
-from tests.integrations.on_ranks import WAYS, become_rank, whole
+from tests.integrations.on_ranks import WAYS, become_rank, whole, with_plugin
 from tests.integrations.tiny import Texts, arguments, collate, llama, weights
 
 pytest.importorskip("transformers")
@@ -25,6 +25,11 @@ def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:
 
     class Watched(DPTrainer):
         seen: list[Any]
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if way in ("fsdp", "offloaded"):
+                with_plugin(self)
 
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
             self.seen.append((copy.deepcopy(inputs), whole(self.model)))
@@ -74,7 +79,7 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "wrapped"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "offloaded", "wrapped"])
 def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str) -> None:
     import transformers
 

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from tests.integrations.tiny import Texts, arguments, collate, llama
 
 transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
 from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
@@ -146,12 +147,16 @@ def test_chunks_are_of_nearly_equal_size() -> None:
     ("setting", "words"),
     [
         ({"fsdp_version": 1}, "fsdp_version=1"),
-        ({"cpu_offload": True}, "cpu_offload"),
         ({"activation_checkpointing": True}, "gradient_checkpointing=True"),
         ({"cpu_ram_efficient_loading": True}, "first process alone"),
     ],
 )
 def test_settings_of_fsdp(setting: dict[str, Any], words: str) -> None:
     refuse_plugin(SimpleNamespace(fsdp_version=2))
+    no = {"cpu_ram_efficient_loading": False}
+    refuse_plugin(accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **no))
+    made = accelerate.FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **no, **setting})
+    with pytest.raises(ValueError, match=words):
+        refuse_plugin(made)
     with pytest.raises(ValueError, match=words):
         refuse_plugin(SimpleNamespace(**setting))

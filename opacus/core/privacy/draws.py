@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
+from torch import Tensor
+
 MOST_WAITING = 4096
 
 
@@ -38,6 +41,9 @@ class Draws:
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
         self._seen = 0
         self._used: set[int] = set()  # logical batches in the step so far
+        # Names of units: of batches since the latest call of check, and of the step before that.
+        self._named: deque[Tensor] = deque(maxlen=MOST_WAITING)
+        self._earlier: set[int] = set()
 
     def begin(self, part: int = 0, whole: bool = False, cycle: int | None = None) -> None:
         """A pass over the data begins.
@@ -86,6 +92,35 @@ class Draws:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
         self._seen = 0
         self._used.clear()
+        self._named.clear()
+        self._earlier.clear()
+
+    def name(self, units: Tensor) -> None:
+        """The model has got rows of units that the user names.
+
+        Args:
+            units: ``[n]`` integers.
+        """
+        self._named.append(units)
+
+    def _check_names(self, final: bool) -> None:
+        """Refuse units of which physical batches of one step have rows each.
+
+        Raises:
+            RuntimeError: Each part would be clipped by itself.
+        """
+        if not self._named or (final and not self._earlier):
+            return  # the only batch of its step
+        names = set(torch.cat([units.reshape(-1).cpu() for units in self._named]).tolist())
+        self._named.clear()
+        if twice := sorted(names & self._earlier):
+            raise RuntimeError(
+                f"several physical batches of one step have rows of the units {twice[:5]}, of "
+                "which each would clip its own part only, so that a unit counts more than once: "
+                "let an item of the data set be a unit with all its rows "
+                "(opacus.data.users.UserDataset), as sampling and accounting assume"
+            )
+        self._earlier |= names
 
     def check(self, samples: int, final: bool) -> None:
         """A step has taken in so many samples.
@@ -95,8 +130,10 @@ class Draws:
             final: Whether they are the last ones of the step.
 
         Raises:
-            RuntimeError: They are not the items that were drawn, or of several draws.
+            RuntimeError: They are not the items that were drawn, or of several draws, or a unit
+                is in several parts of the step.
         """
+        self._check_names(final)
         seen = self._seen + samples
         place = next((k for k, (items, _, _) in enumerate(self._waiting) if items == seen), None)
         used = self._used if place is None else {*self._used, self._waiting[place][1]}

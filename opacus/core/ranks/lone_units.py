@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from opacus.core.platform.torch_internals import (
     at_end_of_backward,
     gathered_by,
+    number_of_backward,
     outside_graphs,
     take_off,
 )
@@ -42,6 +43,7 @@ class LoneSampleOfUnits(LoneSample):
     ) -> None:
         super().__init__(recorder.layers, sink, recorder.layer_handles)
         self._limits = limits
+        self._recorder = weakref.ref(recorder)
         self._use: WholeUse | None = None
         self._entered: list[tuple[nn.Module, list[Place]]] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[tuple[Layer, str, str]]]
@@ -76,7 +78,8 @@ class LoneSampleOfUnits(LoneSample):
 
     def _enter(self, unit: nn.Module, args: Any) -> None:
         """The unit's parameters have been gathered."""
-        if self._use is None:
+        use = self._use or self._run_again()
+        if use is None:
             return
         parameters: dict[str, nn.Parameter] = {}
         found = []
@@ -88,13 +91,24 @@ class LoneSampleOfUnits(LoneSample):
             if name not in layer.unheld:
                 parameters[owner] = parameter
             found.append((own, local, owner, parameter))
-        aliases = aliases_of(parameters, self._use) if parameters else {}
+        aliases = aliases_of(parameters, use) if parameters else {}
         places: list[Place] = []
         for own, local, owner, parameter in found:
             alias = aliases.get(owner)
             places.append((own, local, parameter, parameter.detach() if alias is None else alias))
             own[local] = places[-1][3]  # type: ignore[assignment]
         self._entered.append((unit, places))
+
+    def _run_again(self) -> WholeUse | None:
+        """The pass whose unit a checkpoint runs again: it meets aliases, as in the forward pass.
+
+        Else a compiled unit would run another graph there, which saves other tensors.
+        """
+        if not self.alive or number_of_backward() < 0:
+            return None
+        recorder = self._recorder()
+        ours = recorder is not None and self.waits_alone(recorder.passes.generation.waiting)
+        return next(iter(self.alive)) if ours else None
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
@@ -103,7 +117,7 @@ class LoneSampleOfUnits(LoneSample):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_use": None, "_entered": [], "_units": {}}
-        return {**state, "ruled_out": "the model is a copy"}
+        return {**state, "_recorder": None, "ruled_out": "the model is a copy"}
 
 
 class _UseOfUnits(WholeUse):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
@@ -13,7 +14,8 @@ from opacus.core.record.layers import Layer, is_alias
 from opacus.core.record.passes import Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
-from opacus.core.record.record import ForwardPass, Use
+from opacus.core.record.record import ANCHOR, ForwardPass, Tap, Use, differentiable, rows_of
+from opacus.core.record.shared import tap_shared
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -25,12 +27,18 @@ class Taps(Protocol):
     """What the hooks of a layer ask of the recorder.
 
     Attributes:
+        enabled: Whether layers are tapped at all.
+        in_backward: Whether a backward pass of ours runs.
+        bare: Whether layers run without taps now, on a lone sample.
         taps_in_graphs: Whether compiled graphs contain taps.
         passes: Which forward pass runs.
         reached: Which forward pass a backward pass has come to.
         whose: Whose rows layers have; its check is told of a layer while it ``follows``.
     """
 
+    enabled: bool
+    in_backward: bool
+    bare: bool
     taps_in_graphs: bool
     whose: WhoseRows
     passes: Passes
@@ -43,15 +51,6 @@ class Taps(Protocol):
         self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
     ) -> Any:
         """Send ``output`` through a tap; returns what the layer's caller gets."""
-
-    def read(self, layer: Layer) -> Tensor:
-        """The parameter of a layer, as a module that reads it without running the layer gets it."""
-
-    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
-        """Refuse a layer whose rows are found not to be samples."""
-
-    def note_rows(self, layer: Layer, output: Any) -> None:
-        """The layer ran without a tap."""
 
     def forward_pass(self) -> ForwardPass:
         """The call of the model that runs."""
@@ -130,7 +129,7 @@ class LayerHooks:
             if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
         if output is None or not self.recorder.active(module):
-            self.recorder.note_rows(self.layer, output)
+            self._note_rows(output)
             return None
         compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
         if compiling and _is_plain(args, kwargs, output):
@@ -147,7 +146,7 @@ class LayerHooks:
                 "eval() on the wrapper first, or use the model of to_standard_module()"
             ) from error
         if self.recorder.whose.indices.follows:
-            self.recorder.check_rows(self.layer, (args, kwargs), tapped)
+            self._check_rows((args, kwargs), tapped)
         return tapped
 
     def before_reader(self, module: nn.Module, args: Any) -> None:
@@ -155,7 +154,7 @@ class LayerHooks:
         part = self.layer.module
         if not (self.recorder.active(module) and self.layer.trained_names()):
             return
-        alias = self.recorder.read(self.layer)
+        alias = self._read()
         self._swapped.append(self._detach(part))
         for _, local, _ in self._swapped[-1]:
             part._parameters[local] = alias  # type: ignore[assignment]
@@ -164,6 +163,51 @@ class LayerHooks:
         """It has run."""
         if self._swapped:
             _put_back(self.layer.module, self._swapped.pop())
+
+    def _read(self) -> Tensor:
+        """The layer's parameter, as the module that reads it gets it; see :data:`READ`.
+
+        Raises:
+            RuntimeError: Whose rows it meets cannot be followed.
+        """
+        taps, layer = self.recorder, self.layer
+        spec = layer.trainable_now()
+        (parameter,) = layer.parameters(spec.params)
+        assert parameter is not None
+        value, forward_pass = parameter.detach(), taps.forward_pass()
+        use, scope = Use(taps, layer, spec, forward_pass, 0), taps.whose.scope
+        if forward_pass.made_up or forward_pass.batch == 1:
+            use.register(torch.Size((1, *value.shape)), counted=True)
+            return Tap.apply(ANCHOR, use, 1, value[None])[0][0]
+        if scope is None:
+            raise RuntimeError(
+                f"the parameters of {spec} are read without a row for each sample, in a model that "
+                "is compiled, computed again by a checkpoint, or whose inputs do not tell the "
+                "number of samples: there this cannot be followed. Freeze the layer (adapters in "
+                "other layers, such as LoRA, can be trained)"
+            )
+        return tap_shared(use, value, [], scope)
+
+    def _check_rows(self, inputs: Any, tapped: Any) -> None:
+        """Refuse the layer if its rows are found not to be samples."""
+        taps, first = self.recorder, tree_leaves(tapped)[0]
+        if taps.batch_dim(self.layer, first.dim()) == 0:
+            taps.whose.indices.ran(self.layer.spec, inputs, first)
+
+    def _note_rows(self, output: Any) -> None:
+        """The layer ran without a tap; in the forward pass of a lone sample its rows count."""
+        taps, layer = self.recorder, self.layer
+        hidden = taps.enabled and layer.module.training and not (taps.in_backward or taps.bare)
+        if hidden and not torch.is_grad_enabled():
+            dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
+            taps.whose.note_hidden(layer, output, taps.batch_dim(layer, dims))
+        current = taps.passes.current
+        if current is None or not taps.bare or not layer.trainable_now().params:
+            return
+        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
+        if first is not None and first.dim():
+            dim = taps.batch_dim(layer, first.dim())
+            current.saw(layer.spec.name, rows_of(first.shape, dim))
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.

@@ -1,4 +1,4 @@
-"""The forward passes of a model: which one runs, and which wait for their backward.
+"""The forward passes of a model: the running one, and those waiting for their backward.
 
 Note [Forward passes and generations]
     The rows of one forward call belong together. If a second forward starts while the
@@ -87,7 +87,11 @@ class Passes:
         if not self.generation.waiting and not in_backward:
             self.generation = Generation()
         sizes = self._sizes if recomputed else frozenset()
-        return ForwardPass(self.generation, sizes=sizes, named=self.named)
+        one = ForwardPass(self.generation, sizes=sizes, named=self.named)
+        calls = self.generation.calls
+        if recomputed and calls and all(call.made_up for call in calls):
+            one.batch, one.made_up = 0, True
+        return one
 
     def join(self, forward_pass: ForwardPass) -> None:
         """A backward pass reaches one of several calls of a generation."""

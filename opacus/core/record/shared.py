@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from opacus.core.record.record import ANCHOR, Tap, Use
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -158,11 +159,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return function(*new_args, **new_kwargs)
 
     if isinstance(args[0] if args else None, Shared) and _in_place(name):
-        func = getattr(Tensor, _OUT_OF_PLACE.get(name, ""), None)
-        if func is None:
-            raise _refusal(source, f"is changed in place ({name})")
-        name = func.__name__
-    if places:
+        raise _refusal(source, f"is changed in place ({name})")
+    if places and name not in _LIKE:
         if len(places) > 1 or name.strip("_") not in _MEETS:
             raise _refusal(source, f"is combined with the samples' tensors by {name}")
         place = places.pop()
@@ -270,7 +268,7 @@ def _simple_at(shared: Shared, place: Place) -> bool:
 
 
 def _in_place(name: str) -> bool:
-    return name in _OUT_OF_PLACE or name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
+    return name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
 
 
 def _refusal(source: Source, what: str) -> ValueError:
@@ -281,7 +279,8 @@ def _refusal(source: Source, what: str) -> ValueError:
     )
 
 
-_OUT_OF_PLACE = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
+# Take dtype and device of another tensor.
+_LIKE = frozenset(("to", "type_as"))
 # One element of each operand, broadcast.
 _POINTWISE = frozenset(
     ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "rtruediv", "true_divide",
@@ -296,3 +295,23 @@ _MEETS = _POINTWISE | frozenset(
 _KEEPS = _POINTWISE | {"to", "dropout"}
 # No gradient comes back from what these give.
 _ENDS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> Shared:
+    """The output of a layer that runs once for all samples: tapped on rows, if it is used."""
+    use.batch_dim = 0
+    simple = output.shape[:1] == (1,) and all(
+        t.simple if isinstance(t, Shared) else t.shape[:1] == (1,) for t in inputs
+    )
+
+    def rows() -> Tensor:
+        own = output.rows() if isinstance(output, Shared) else scope.share(output)
+        tensors = [rows_of_input(t, scope) for t in inputs]
+        named = use.forward_pass.named
+        if named is not None:
+            use.units = named.of_layer(use.spec, None, own, 0)
+        use.register(own.shape, counted=True)
+        (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
+        return tapped
+
+    return Shared.of(plain(output), Source(rows, None, use.spec, scope, simple))

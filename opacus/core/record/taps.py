@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.compiled import compiled_taps_from_environment
@@ -34,11 +34,10 @@ from opacus.core.record.record import (
     Use,
     differentiable,
     record_of,
-    rows_of,
     tap_one,
 )
 from opacus.core.record.regroup import record_by_unit
-from opacus.core.record.shared import Scope, Shared, Source, plain, rows_of_input
+from opacus.core.record.shared import Scope, Shared, tap_shared
 from opacus.core.record.whole import LoneSample
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -127,7 +126,7 @@ class Taps:
         if not output.is_floating_point() and not output.is_complex():
             return output
         if not x.is_floating_point():
-            self._look_up(spec, x)
+            _look_up(self, spec, x)
         dim, loss = self.batch_dim(layer, output.dim()), getattr(output, HEAD_USE, None)
         own = layer if loss is None else loss.layer(layer, spec, dim)
         use = Use(self, own, spec, self.forward_pass(), dim)
@@ -138,7 +137,7 @@ class Taps:
                 self.whose.same_rows(x, output)
             scope = self._sharing(use, [output], [x])
             if scope is not None:
-                return self._tap_shared(use, output, [x], scope)
+                return tap_shared(use, output, [x], scope)
             (output,) = self._placed(use, [output], [x])
         if self.in_backward:
             self._computed_again(use)
@@ -161,12 +160,12 @@ class Taps:
         tensors = [i for i in inputs if isinstance(i, Tensor)]
         for tensor in tensors:
             if type(tensor) is Tensor and not tensor.is_floating_point():
-                self._look_up(spec, tensor)
+                _look_up(self, spec, tensor)
         dim = self.batch_dim(layer, outputs[picked[0]].dim())
         use = Use(self, layer, spec, self.forward_pass(), dim, inputs, in_tree)
         scope = self._sharing(use, [outputs[i] for i in picked], tensors)
         if scope is not None:
-            outputs[picked[0]] = self._tap_shared(use, outputs[picked[0]], tensors, scope)
+            outputs[picked[0]] = tap_shared(use, outputs[picked[0]], tensors, scope)
             return tree_unflatten(outputs, out_tree)
         picked_outputs = self._placed(use, [outputs[i] for i in picked], tensors)
         if self.in_backward:
@@ -189,48 +188,6 @@ class Taps:
             return None
         return self.whose.sharing(use, outputs)
 
-    def _tap_shared(self, use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> Shared:
-        """The output of a layer that runs once for all samples: tapped on rows, if it is used."""
-        use.batch_dim = 0
-        simple = output.shape[:1] == (1,) and all(
-            t.simple if isinstance(t, Shared) else t.shape[:1] == (1,) for t in inputs
-        )
-
-        def rows() -> Tensor:
-            own = output.rows() if isinstance(output, Shared) else scope.share(output)
-            tensors = [rows_of_input(t, scope) for t in inputs]
-            named = use.forward_pass.named
-            if named is not None:
-                use.units = named.of_layer(use.spec, None, own, 0)
-            use.register(own.shape, counted=True)
-            (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
-            return tapped
-
-        return Shared.of(plain(output), Source(rows, None, use.spec, scope, simple))
-
-    def read(self, layer: Layer) -> Tensor:
-        """The parameter of a layer of :data:`READ`, as its reader gets it.
-
-        Raises:
-            RuntimeError: Whose rows it meets cannot be followed.
-        """
-        spec = layer.trainable_now()
-        (parameter,) = layer.parameters(spec.params)
-        assert parameter is not None
-        value, forward_pass = parameter.detach(), self.forward_pass()
-        use, scope = Use(self, layer, spec, forward_pass, 0), self.whose.scope
-        if forward_pass.made_up or forward_pass.batch == 1:
-            use.register(torch.Size((1, *value.shape)), counted=True)
-            return Tap.apply(ANCHOR, use, 1, value[None])[0][0]
-        if scope is None:
-            raise RuntimeError(
-                f"the parameters of {spec} are read without a row for each sample, in a model that "
-                "is compiled, computed again by a checkpoint, or whose inputs do not tell the "
-                "number of samples: there this cannot be followed. Freeze the layer (adapters in "
-                "other layers, such as LoRA, can be trained)"
-            )
-        return self._tap_shared(use, value, [], scope)
-
     def _computed_again(self, use: Use) -> None:
         """A checkpoint runs a layer in a backward pass of ours."""
         name, generation = use.spec.name, self.passes.generation
@@ -238,36 +195,11 @@ class Taps:
             self.lone.rule_out("reentrant checkpoints hide the forward pass")
         generation.recomputed.add(name)
 
-    def _look_up(self, spec: LayerSpec, indices: Tensor) -> None:
-        """Check a table's indices, where it runs first: reentrant checkpoints record later."""
-        if not self.in_backward or spec.name not in self.passes.generation.uses:
-            self.whose.indices.look_up(spec, indices)
-
     def _placed(self, use: Use, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         if use.forward_pass.made_up:
             return outputs
         recomputed = self.in_backward or number_of_backward() >= 0
         return self.whose.place(use, outputs, inputs, recomputed=recomputed)
-
-    def check_rows(self, layer: Layer, inputs: Any, tapped: Any) -> None:
-        """Refuse a layer whose rows are found not to be samples."""
-        first = tree_leaves(tapped)[0]
-        if self.batch_dim(layer, first.dim()) == 0:
-            self.whose.indices.ran(layer.spec, inputs, first)
-
-    def note_rows(self, layer: Layer, output: Any) -> None:
-        """A layer ran without a tap; in the forward pass of a lone sample its rows count."""
-        hidden = self.enabled and layer.module.training and not (self.in_backward or self.bare)
-        if hidden and not torch.is_grad_enabled():
-            dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
-            self.whose.note_hidden(layer, output, self.batch_dim(layer, dims))
-        current = self.passes.current
-        if current is None or not self.bare or not layer.trainable_now().params:
-            return
-        first = next((t for t in tree_leaves(output) if differentiable(t)), None)
-        if first is not None and first.dim():
-            dim = self.batch_dim(layer, first.dim())
-            current.saw(layer.spec.name, rows_of(first.shape, dim))
 
     def forward_pass(self) -> ForwardPass:
         """The call of the model that runs; outside of it, one of its own."""
@@ -336,3 +268,9 @@ class Taps:
                 self.whose.repeats.received(use.spec, first, use.repeated)
         if self.enabled:
             self.sink(record)
+
+
+def _look_up(taps: Taps, spec: LayerSpec, indices: Tensor) -> None:
+    """Check a table's indices, where it runs first: reentrant checkpoints record later."""
+    if not taps.in_backward or spec.name not in taps.passes.generation.uses:
+        taps.whose.indices.look_up(spec, indices)

@@ -1,4 +1,4 @@
-"""Whose rows the layers of a model have, in the forward pass that runs."""
+"""The units of the rows of a model's layers, in the running forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opacus.core.rules.units import Units, only_unit
 
 
 class WhoseRows:
-    """Finds out the units of each use of a layer; refuses layers of whose rows nothing is known.
+    """Finds the units of each use of a layer; refuses layers with rows of unknown units.
 
     Where a forward pass can be followed (see :mod:`opacus.core.record.trail`), what is found there
     counts. Elsewhere (in compiled models, and where inputs do not tell the number of samples)

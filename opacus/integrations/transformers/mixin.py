@@ -20,6 +20,7 @@ from opacus.core.privacy.key import SystemGenerator, reproducible_from_environme
 from opacus.data.rates import sample_rate_of
 from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
 from opacus.integrations.transformers import checkpoints
+from opacus.integrations.transformers.adapters import add_penalties
 from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import ChunkedCollate
 from opacus.integrations.transformers.card import Guarantee
@@ -331,6 +332,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             wrap_model=False,
         )
         self._private, self._private_loader = private, loader
+        add_penalties(self.model, self.optimizer)
         lone = getattr(getattr(private, "_recorder", None), "lone", None)
         if lone is not None and self.rows_per_example > 1:
             lone.rule_out("an example is several rows of the model's layers")

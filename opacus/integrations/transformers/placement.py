@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from opacus.core.platform.sharded import is_fsdp
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -47,8 +47,6 @@ def refuse_plugin(plugin: Any) -> None:
             "fsdp_version=1 flattens parameters, so that layers cannot be told apart: set "
             "fsdp_config={'version': 2}"
         )
-    if getattr(plugin, "cpu_offload", None) and _offloads(plugin.cpu_offload):
-        raise ValueError("fsdp_config cpu_offload=True is not supported: leave it out")
     if getattr(plugin, "cpu_ram_efficient_loading", False):
         raise ValueError(
             "cpu_ram_efficient_loading=True loads weights in the first process alone, and each "
@@ -62,8 +60,10 @@ def refuse_plugin(plugin: Any) -> None:
         )
 
 
-def _offloads(setting: Any) -> bool:
-    return bool(getattr(setting, "offload_params", True))
+def _offloads(plugin: Any) -> bool:
+    """Whether shards wait on the CPU: ``True``, or FSDP2's policy of that kind."""
+    setting = getattr(plugin, "cpu_offload", None)
+    return setting is True or isinstance(setting, CPUOffloadPolicy)
 
 
 def compile_blocks(model: nn.Module, backend: str, mode: str | None) -> None:
@@ -94,6 +94,8 @@ def placed(model: nn.Module, plugin: Any, device: torch.device, bf16: bool) -> n
 def _sharded(model: nn.Module, plugin: Any, device: torch.device, bf16: bool) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = {"mp_policy": half} if bf16 else {}
+    policy: dict[str, Any] = {"mp_policy": half} if bf16 else {}
+    if _offloads(plugin):
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     reshard = getattr(plugin, "reshard_after_forward", True)
     return FSDP2Wrapper(model, mesh=mesh, reshard_after_forward=bool(reshard), **policy)

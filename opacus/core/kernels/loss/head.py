@@ -127,7 +127,7 @@ def sweep(head: Head, grads: Tensor, options: LossOptions, wanted: Wanted) -> No
         with torch.autocast(grads.device.type, enabled=False):
             return sweep(head, grads, options, wanted)
     dead = (grads == 0) | (head.targets == options.ignore_index)
-    # Losses that do not count may be infinite.
+    # Tokens that do not count may hold infinities.
     hidden = head.hidden.masked_fill(dead[..., None], 0.0)
     live = head._replace(hidden=hidden, lse=head.lse.masked_fill(dead, 0.0))
     grads = grads.masked_fill(dead, 0.0)

@@ -1,0 +1,77 @@
+"""Steps that the plain optimizer takes by itself are refused: nothing would be private in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.optimizers.adam import DPAdamW
+
+
+def private(plain: Any, model: nn.Module, mode: str = "hooks") -> Any:
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+    made: Any = PrivacyEngine().make_private(
+        module=model,
+        optimizer=plain,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    return made if len(made) == 4 else (*made[:2], nn.CrossEntropyLoss(), made[2])
+
+
+def backward(made: Any) -> None:
+    x, y = next(iter(made[3]))
+    made[2](made[0](x), y).backward()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_the_variable_that_still_holds_the_plain_optimizer(mode: str) -> None:
+    model = nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = private(plain, model, mode)
+    before = model.weight.detach().clone()
+    plain.zero_grad()
+    backward(made)
+    with pytest.raises(RuntimeError, match="plain optimizer"):
+        plain.step()
+    assert torch.equal(model.weight, before)
+    made[1].step()
+    assert not torch.equal(model.weight, before)
+    made[1].zero_grad()
+    plain.step()  # without gradients nothing is released
+
+
+def test_parts_of_a_joint_optimizer_are_guarded_and_told_the_noise() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    corrected = DPAdamW(model[0].parameters())
+    other = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    made = private([corrected, other], model)
+    backward(made)
+    with pytest.raises(RuntimeError, match="plain optimizer"):
+        other.step()
+    made[1].step()
+    assert corrected.noise_std == pytest.approx(1.0 / 8)
+    assert not hasattr(made[1].original_optimizer.optimizers[1], "noise_std")
+
+
+def test_steps_by_hand_and_a_second_private_optimizer_work() -> None:
+    model = nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = private(plain, model)
+    backward(first)
+    assert first[1].pre_step()
+    plain.step()  # as loops do that call the two parts of a step
+    first[0].to_standard_module()
+    second = private(plain, model)
+    second[1].zero_grad()
+    backward(second)
+    second[1].step()  # the guard of the first is gone
