@@ -1,4 +1,4 @@
-"""What a model's run leaves behind: forward passes, uses of layers, and a record of each use."""
+"""Results of a model's run: forward passes, uses of layers, and a record of each use."""
 
 from __future__ import annotations
 
