@@ -156,27 +156,6 @@ class NormLedger:
             record.versions = [t._version for t in record.tensors]
         self.kept.held += records
 
-    def _form_light(self, record: Record) -> Record:
-        """Form the light parameters' gradients of a record that is kept for the others.
-
-        Their norms and sums are then taken together with those of all layers, in few launches.
-
-        Returns:
-            The record for the others.
-        """
-        rule, spec, layer = record.layer.rule, record.spec, record.layer
-        if not rule.light or not rule.norm_is_local:
-            return record
-        light, rest = layer.splits.get(spec.params) or layer.split(spec.params)
-        if not light.params or not rest.params:
-            return record
-        grads = rule.per_sample_grad(light, record.activations, record.backprops)
-        for name, grad in grads.items():
-            self.kept.formed[layer.owners[name]] = grad
-        record = copy(record)
-        record.spec = rest
-        return record
-
     def settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
     ) -> None:
@@ -203,7 +182,8 @@ class NormLedger:
             for record in records:
                 if self.planner.stores(record):
                     kept.form(record, self.planner.rounding, limited)
-            records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
+            left = [r for r in records if r.spec.name not in kept.layers]
+            records = [_form_light(r, kept.formed) for r in left]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
             self._done.add(records[0].spec.name)
@@ -248,6 +228,28 @@ class NormLedger:
             norm_sq = pad_rows(norm_sq, self.batch)
         known = self._norm_sq.get(owner)
         self._norm_sq[owner] = norm_sq if known is None else known + norm_sq
+
+
+def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:
+    """Form the light parameters' gradients of a record that is kept for the others.
+
+    Their norms and sums are then taken together with those of all layers, in few launches.
+
+    Returns:
+        The record for the others.
+    """
+    rule, spec, layer = record.layer.rule, record.spec, record.layer
+    if not rule.light or not rule.norm_is_local:
+        return record
+    light, rest = layer.splits.get(spec.params) or layer.split(spec.params)
+    if not light.params or not rest.params:
+        return record
+    grads = rule.per_sample_grad(light, record.activations, record.backprops)
+    for name, grad in grads.items():
+        formed[layer.owners[name]] = grad
+    record = copy(record)
+    record.spec = rest
+    return record
 
 
 def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:
