@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     pad: int
-    reversible: bool  # whether the text can be had back, so that a language model makes sense
+    reversible: bool  # whether tokens decode to the text, which a language model needs
 
     def encode(self, text: str) -> list[int]:
         """Token numbers with begin and end marks; at least one."""

@@ -282,8 +282,9 @@ def run(
     sizes = [(p.numel(), p.requires_grad) for p in private.model.parameters()]
     total, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     reporter.say(
-        f"{len(problem.train)} training rows, {len(problem.test)} test rows; {total:,} parameters, "
-        f"{trained:,} of them trained; {runtime.world_size} processes on {runtime.device.type}; "
+        f"{len(problem.train)} training rows, {len(problem.test)} test rows; "
+        f"{trained:,} of {total:,} parameters trained; "
+        f"{runtime.world_size} processes on {runtime.device.type}; "
         f"{mode_of(args, private)}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
     )
     if args.tokenizer == "bpe":

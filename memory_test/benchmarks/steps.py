@@ -5,8 +5,8 @@
 
 Without torchrun it starts one process a GPU by itself (two without GPUs). Private and
 non-private steps take turns. Each mode is first checked against one sample at a time; one that
-is wrong is not reported, and the exit status is 1. Others: 0 all measured, 2 cannot be asked
-for, 3 a mode ran out of memory, 124 no result in time.
+is wrong is not reported, and the exit status is 1. Others: 0 all measured, 2 invalid request, 3 a
+mode ran out of memory, 124 no result in time.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PAIRS = (
 
 
 def step_ratios(cell: dict[str, Any], over: str, under: str) -> list[float]:
-    """Time of the n-th step of ``over`` in that of ``under``; nothing if one was not measured."""
+    """Time of the n-th step of ``over`` divided by that of ``under``; empty if not measured."""
     times = {
         step_results.label(row): row["ms"]["all"]
         for row in cell["rows"]

@@ -9,7 +9,7 @@ Each line of PLAN (``-``: standard input) holds the arguments of one ``single_ex
 Results lie where ``run_all_experiments.sh`` puts them, and what has a result is not run again. A
 failure is recorded and the rest goes on, in new processes if need be. With ``--budget`` no run is
 begun after so many seconds; what was left out is done by the next call. Exit status: 0 all have
-a result, 1 some have not, 2 cannot be asked for.
+a result, 1 some have not, 2 invalid request.
 """
 
 from __future__ import annotations

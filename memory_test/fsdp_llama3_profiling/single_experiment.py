@@ -4,9 +4,9 @@
         --output results/ghost.json
 
 starts one process a GPU by itself (two on a machine without GPUs); under torchrun it uses the
-processes that are there. Exit status: 0 measured, 1 failed, 2 cannot be asked for, 3 out of
-memory, 124 no result in time. A failure is recorded next to the output, as FILE.failure.json;
-an earlier result is kept.
+processes that are there. Exit status: 0 measured, 1 failed, 2 invalid request, 3 out of memory, 124
+no result in time. A failure is recorded next to the output, as FILE.failure.json; an earlier result
+is kept.
 """
 
 from __future__ import annotations

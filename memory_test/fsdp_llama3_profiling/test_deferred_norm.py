@@ -5,7 +5,7 @@
 
 ``performance`` without torchrun starts two processes by itself, on the CPU if there are not two
 GPUs. The word PASSED is printed only if everything that is said before it holds; the exit status
-is then 0, otherwise 1 (2: cannot be asked for).
+is then 0, otherwise 1 (2: invalid request).
 
 The default model is a transformer with ``DPMultiheadAttentionWithFlashAttention``
 (``memory_test/common/dp_transformer.py``): small for ``correctness`` and on the CPU.

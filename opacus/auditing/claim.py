@@ -75,7 +75,7 @@ def compare_with_claim(
 
 
 def claimed_curve(accountant: IAccountant) -> TradeOff | None:
-    """The trade-off curve that a history claims, from below; None if it cannot be had quickly.
+    """The trade-off curve that a history claims, from below; None if it takes too long.
 
     Args:
         accountant: with a history; of accountants whose epsilon is slow or no bound, "rdp" is asked

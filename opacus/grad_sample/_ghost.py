@@ -1,4 +1,4 @@
-"""What users read and set of a model in a ghost mode; the step itself is not here."""
+"""Results and settings that a model in a ghost mode offers its users."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Guards:
         self._sharding_is_known = True
 
     def _refuse(self, names: list[str]) -> None:
-        """Parameters have received gradients from autograd: fine if none of them is private now.
+        """Called when autograd gave gradients to parameters; fine unless one of them is private.
 
         Raises:
             RuntimeError: They are; all gradients are dropped.

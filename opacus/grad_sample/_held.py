@@ -16,7 +16,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, say_what_is_unh
 
 
 class HeldParameters(AbstractGradSampleHooks):
-    """The part of the hooks that knows of the optimizer: what it holds, and what it allows."""
+    """The hooks' view of the optimizer: the parameters that it holds, the passes that it allows."""
 
     # Names of the parameters that the optimizer holds; ``None``: all that are trainable.
     _held: frozenset[str] | None = None

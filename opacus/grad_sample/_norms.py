@@ -90,7 +90,7 @@ class Norms:
 
 
 class Ordinary:
-    """What an ordinary ``backward()`` shows: its norms can be looked at, nothing is clipped.
+    """Norms of an ordinary ``backward()``: they can be read, nothing is clipped.
 
     Args:
         norms: Where norms go.

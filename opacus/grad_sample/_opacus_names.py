@@ -1,4 +1,4 @@
-"""What Opacus' hooks can be asked beside the step."""
+"""Methods of Opacus' hooks that are not part of a step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OpacusNames(HeldParameters):
 
 
 def _mixes_samples(module: nn.Module) -> bool:
-    """Whether a layer does so, or, as it is trained, would in the train mode that is to come."""
+    """Whether a layer mixes samples, now or, if it is trained, in train mode."""
     if mixes_samples(module):
         return True
     batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)

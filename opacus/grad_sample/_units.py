@@ -16,10 +16,10 @@ from opacus.grad_sample._opacus_names import OpacusNames
 
 
 class NamedByUser(OpacusNames):
-    """The part of the hooks that knows what the user has named: units, and the mode.
+    """The hooks' record of what the user has named: units, and the mode.
 
     Attributes:
-        auto_choice: What ``grad_sample_mode="auto"`` stood for, if that is what was asked for.
+        auto_choice: The choice of ``grad_sample_mode="auto"``, if that was requested.
         privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
             sample i.
         draws: Of the sampler whose units they are, if it is ours.

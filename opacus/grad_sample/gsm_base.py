@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def say_what_is_unheld(names: Sequence[str]) -> None:
-    """Tell that these trainable parameters are in no optimizer."""
+    """Warn of trainable parameters that the optimizer does not hold."""
     if names:
         logger.warning(
             "The optimizer does not hold %d trainable parameters (%s, ...). They are not "
@@ -152,13 +152,13 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         return self._module(*args, **kwargs)
 
     def _follow_unfreezing(self) -> None:
-        """Record what was made trainable since the last forward pass; nothing here."""
+        """Record parameters made trainable since the last forward pass; nothing here."""
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise what is likely behind an error of the module's forward; nothing here."""
+        """Raise the likely cause of an error in the module's forward; nothing here."""
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Take what is not the model's from its arguments; nothing here."""
+        """Remove arguments that are not the model's; nothing here."""
         return args, kwargs
 
     def __getattr__(self, item: str) -> Any:

@@ -1,6 +1,6 @@
 """Per-sample gradient norms by Triton kernels; the public place of :mod:`opacus.core.kernels`.
 
-The squared norm of a linear layer's per-sample gradient ``A_i^T G_i`` can be had without the
+The squared norm of a linear layer's per-sample gradient ``A_i^T G_i`` can be computed without the
 gradient itself. Two algorithms are exact and differ in cost:
 
 * ``"input_length"`` multiplies Gram matrices of the tokens, ``B T^2 (d + p)`` operations: for

@@ -90,6 +90,6 @@ class DPAdamW(Optimizer):
 
 
 def tell_noise(optimizer: Any, std: float) -> None:
-    """Let an optimizer that asks for it know the noise of the gradients it is about to use."""
+    """Tell an optimizer that needs it the noise of the coming gradients."""
     if math.isfinite(std):
         optimizer.noise_std = std

@@ -99,13 +99,13 @@ class NoisedSums:
         self._names = parameter_names(module)
 
     def _noise_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """A name for each of ``parameters``, no two of them equal."""
+        """A unique name for each of ``parameters``."""
         every = [p for group in self.original_optimizer.param_groups for p in group["params"]]
         places = {id(p): f"number {place}" for place, p in enumerate(every)}
         return [self._names.get(id(p), places[id(p)]) for p in parameters]
 
     def _retired(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The parameter's sum has been used: give back what memory can be; what is left of it."""
+        """Free the parameter's used sum; returns the part that is kept."""
         summed: Tensor | None = getattr(parameter, "summed_grad", None)
         if self._overwrites_sums:  # it is the gradient now, which autograd may add to
             parameter.summed_grad = None  # type: ignore[attr-defined]

@@ -61,8 +61,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             loss_scale: Factor that ``GradScaler`` put on the loss, so on ``p.grad`` too;
                 ``None`` without one.
             samples: Number of samples in it.
-            doubt: On the device, whether the sum is not of what was measured: then the step comes
-                to nothing, and the next one is refused.
+            doubt: Flag on the device, true if the sum differs from what was measured: the step then
+                changes nothing, and the next one is refused.
             excluded: Whether samples with infinite or NaN gradients were left out.
             unreduced: Where sums wait for the last physical batch.
 
@@ -172,7 +172,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         super()._divide(self._watch.guarded(divisor))
 
     def _named(self, parameters: list[nn.Parameter]) -> str:
-        """What parameters are called in the model, the first of them."""
+        """Names of parameters in the model, the first few."""
         known = self._names
         names = [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters[:5]]
         more = len(parameters) - len(names)

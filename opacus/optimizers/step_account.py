@@ -1,4 +1,4 @@
-"""Who is told of a private optimizer's steps: accountants, which count them, and users' hooks."""
+"""Observers of a private optimizer's steps: accountants, which count them, and users' hooks."""
 
 from __future__ import annotations
 

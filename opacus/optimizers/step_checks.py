@@ -23,7 +23,7 @@ MOST_FRAMES = 16
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
-# What a rank says whose batch is one that was drawn; how many seconds others wait for it.
+# The message of a rank whose batch was drawn; seconds that the others wait for it.
 _AS_DRAWN, _WAIT = "as drawn", 600.0
 
 
@@ -46,7 +46,7 @@ def only_makes_state(optimizer: Any) -> bool:
 
 
 class CheckedOptimizer:
-    """Compares what steps are made of with what the accountant assumes."""
+    """Compares the batches of steps with the accountant's assumptions."""
 
     _layout: Single
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.

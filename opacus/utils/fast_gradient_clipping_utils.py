@@ -83,8 +83,8 @@ class DPTensorFastGradientClipping(Tensor):
         Raises:
             ValueError: A second call before ``optimizer.step()`` where gradient
                 accumulation is forbidden (Poisson sampling).
-            RuntimeError: A trainable parameter was used past its layer, or a loss of the same
-                forward pass has been clipped in this step already.
+            RuntimeError: A trainable parameter bypassed its layer, or a loss of the same forward
+                pass has been clipped in this step already.
         """
         self._check_accumulation()
         clip_batch(
@@ -378,7 +378,7 @@ class DPLossFastGradientClipping:
         )
 
     def _refuse_joined(self, losses: Any, samples: int | None) -> None:
-        """Losses of several forward passes look like those of flattened sequences of the last."""
+        """Refuse joined losses of several forward passes, which look like flattened sequences."""
         if samples is None or not isinstance(losses, Tensor) or losses.dim() != 1:
             return
         if losses.shape[0] == samples:

@@ -26,7 +26,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
-# What a model raises that cannot be run on so few samples.
+# Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
 # What a backward pass starts from: tensors and their gradients.

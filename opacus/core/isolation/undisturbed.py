@@ -1,4 +1,4 @@
-"""Runs of a model on the side, of which training notices nothing."""
+"""Runs of a model on the side that leave training unchanged."""
 
 from __future__ import annotations
 

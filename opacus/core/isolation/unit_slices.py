@@ -100,7 +100,7 @@ class UnitRows:
 
 
 def structure(inputs: Any, units: int, *, sizes: bool, training: bool) -> Hashable:
-    """What tells the structure of a batch, whatever its size: keys, types, equal sizes.
+    """The structure of a batch, independent of its size: keys, types, equal sizes.
 
     Args:
         inputs: What the model is called with.

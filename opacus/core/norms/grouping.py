@@ -1,4 +1,4 @@
-"""Which records are handled together: uses of a layer, equal shapes, one input."""
+"""Groups of records that are handled together: uses of a layer, equal shapes, one input."""
 
 from __future__ import annotations
 

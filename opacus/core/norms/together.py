@@ -1,4 +1,4 @@
-"""Norms of records that have waited for each other, in as few calls as can be."""
+"""Norms of records that have waited for each other, in as few calls as possible."""
 
 from __future__ import annotations
 

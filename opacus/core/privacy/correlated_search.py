@@ -23,7 +23,7 @@ def descend(start: Sequence[float], loss: Loss, rounds: int) -> list[float] | No
 
     Args:
         start: Starting point, float64.
-        loss: Of a point; where it is not finite, the search turns round.
+        loss: Of a point; where it is not finite, the search turns back.
         rounds: Most iterations.
     """
     if not start:

@@ -1,4 +1,4 @@
-"""Runs of a recorder's model on the side, of which the recorder remembers nothing."""
+"""Runs of a recorder's model on the side, which leave the recorder's state unchanged."""
 
 from __future__ import annotations
 

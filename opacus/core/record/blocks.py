@@ -179,7 +179,7 @@ class Blocks:
         return len(self._ran)
 
     def of(self, record: Record) -> Visit | None:
-        """The visit that a record is of, if it can be had again by running the block."""
+        """The visit of a record, if running the block again gives the record again."""
         visit = self.current
         if visit is None or not visit.possible or record.spec.name not in visit.block.names:
             return None

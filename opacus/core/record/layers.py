@@ -157,7 +157,7 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
 
 
 def _own_batch_first(module: nn.Module, spec: LayerSpec) -> bool | None:
-    """What a layer says of itself: whether its batch comes first."""
+    """A layer's own statement whether its batch comes first."""
     own = spec.options.get("batch_first", getattr(module, "batch_first", None))
     return own if isinstance(own, bool) else None
 

@@ -1,4 +1,4 @@
-"""The forward passes of a model: which one runs, and which wait for their backward.
+"""The forward passes of a model: the running one, and those waiting for their backward.
 
 Note [Forward passes and generations]
     The rows of one forward call belong together. If a second forward starts while the

@@ -99,7 +99,7 @@ class IndexCheck:
         """A layer is given ``indices``.
 
         Raises:
-            ValueError: Whether their rows are samples cannot be told; names the layer.
+            ValueError: It is unknown whether their rows are samples; names the layer.
         """
         if self._batch is None or spec.name not in self._tables:
             return

@@ -3,8 +3,8 @@
 Note [No parameter gradients]
     Layers run on detached aliases of their trainable parameters. Autograd then never
     forms (nor, under FSDP or DDP, communicates) a weight gradient, in whichever way
-    backward is started. Whatever gradient a trainable parameter still receives from
-    autograd came past the taps.
+    backward is started. Any gradient that a trainable parameter still receives from autograd
+    bypassed the taps.
 
 How a layer is tapped is in :mod:`opacus.core.record.taps`, which forward pass it belongs to in
 :mod:`opacus.core.record.passes`.

@@ -1,4 +1,4 @@
-"""Whose rows the layers of a model have, in the forward pass that runs."""
+"""The units of the rows of a model's layers, in the running forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opacus.core.rules.units import Units, only_unit
 
 
 class WhoseRows:
-    """Finds out the units of each use of a layer; refuses layers of whose rows nothing is known.
+    """Finds the units of each use of a layer; refuses layers with rows of unknown units.
 
     Where a forward pass can be followed (see :mod:`opacus.core.record.trail`), what is found there
     counts. Elsewhere (in compiled models, and where inputs do not tell the number of samples)
@@ -119,6 +119,11 @@ class WhoseRows:
         if not self._follows or len(outputs) > 1 or (named is not None and named.ids.dim() == 2):
             return None
         return self._follower.sharing(outputs[0], use.batch_dim)
+
+    def same_rows(self, given: Tensor, output: Tensor) -> None:
+        """Row i of a layer's output comes from row i of its input, which nothing else shows."""
+        if self._follows and self._follower.trail is not None:
+            self._follower.trail.same_rows(given, output)
 
     @property
     def scope(self) -> Scope | None:

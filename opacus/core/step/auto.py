@@ -1,4 +1,4 @@
-"""What ``grad_sample_mode="auto"`` stands for: the fastest mode that is sound for a model.
+"""The choice of ``grad_sample_mode="auto"``: the fastest mode that is sound for a model.
 
 All rules are in :func:`choose_mode`, a function of :class:`Facts` alone. The facts are the same
 on all ranks of a job whose hosts are alike; ``make_private`` compares the choices and refuses
@@ -25,7 +25,7 @@ from opacus.core.step.modes import MODES, Mode
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice depends on.
+    """The facts that the choice depends on.
 
     Attributes:
         sharded: Some module is sharded by FSDP2.
@@ -101,7 +101,7 @@ def _adaptive(facts: Facts) -> Choice:
 
 
 def _obstacle(facts: Facts) -> str | None:
-    """Why a single backward pass would not do."""
+    """The reason against a single backward pass, if there is one."""
     if facts.sharded and not facts.reducible:
         return (
             "parameters are sharded along more than one axis of a mesh, which the single-backward "

@@ -1,4 +1,4 @@
-"""Loss scaling (``torch.amp.GradScaler``): which scale gradients carry, and what overflowed.
+"""Loss scaling (``torch.amp.GradScaler``): the scale of gradients, and overflows.
 
 Note [Loss scale]
     ``scaler.scale(loss)`` multiplies the loss by S, so that half-precision backprops do not
@@ -27,7 +27,7 @@ MOST_FRAMES = 16
 
 @dataclass(frozen=True)
 class ScaledStep:
-    """What a scaler says to the optimizer whose step it calls.
+    """The state that a scaler passes to the optimizer whose step it calls.
 
     Attributes:
         scale: S; 1 without a scaler.

@@ -1,4 +1,4 @@
-"""One loss a sample, from whatever a criterion returns without reduction."""
+"""One loss a sample, from the unreduced output of a criterion."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Mode:
-    """What a ``grad_sample_mode`` string stands for.
+    """The meaning of a ``grad_sample_mode`` string.
 
     Attributes:
         samples: Who forms per-sample quantities: our layer rules (``"rules"``),

@@ -104,8 +104,8 @@ class Ghost:
     """Norms in a backward pass that forms no parameter gradient, then a clipped sum.
 
     Parameter gradients come from the rules alone, never from autograd: what was not
-    seen cannot enter the sum. A trainable parameter that gets a gradient past the taps
-    is an error that names it.
+    seen cannot enter the sum. A trainable parameter whose gradient bypasses the taps is an error
+    that names it.
 
     Args:
         recorder: Recorder whose sink is :meth:`receive`.
@@ -204,8 +204,8 @@ class Ghost:
         """Backward pass that fills :attr:`ledger` with the records of ``losses`` ``[B]``.
 
         Raises:
-            RuntimeError: A trainable parameter received a gradient past the taps, or these
-                samples are in the clipped sum already.
+            RuntimeError: A gradient of a trainable parameter bypassed the taps, or these samples
+                are in the clipped sum already.
         """
         refuse_hooks(self.parameters)
         for _, parameter in self.parameters:
