@@ -119,8 +119,9 @@ class OnePass(Ghost):
         # ranks alike.
         names.reverse()
         factors, excluded = [clipped.of(name) for name in names], clipped.masked
+        some_are_away = bool(away)
         for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
-            if away:
+            if some_are_away:
                 stored = away.take(name)
                 if stored is not None:
                     formed[name] = stored
@@ -129,7 +130,7 @@ class OnePass(Ghost):
             if name in fewer:
                 own = scaled_factors(own, fewer.pop(name).scales, excluded)
             stored, later = formed.pop(name, None), sums.terms_of(name) + again
-            self.sink.put(name, Terms(stored, later, own, clipped.masked))
+            self.sink.put(name, Terms(stored, later, own, excluded))
         self.sink.finish()
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 
