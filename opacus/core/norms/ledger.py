@@ -174,16 +174,17 @@ class NormLedger:
     def _settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None
     ) -> None:
-        kept = self.kept
-        limited = self.planner is not None and self.planner.limited
-        if self.planner is not None:
+        kept, planner, limited = self.kept, self.planner, False
+        if planner is not None:
+            limited = planner.limited
             if limited:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
-                if self.planner.stores(record):
-                    kept.form(record, self.planner.rounding, limited)
-            left = [r for r in records if r.spec.name not in kept.layers]
-            records = [_form_light(r, kept.formed) for r in left]
+                if planner.stores(record):
+                    kept.form(record, planner.rounding, limited)
+            records = [
+                _form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers
+            ]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
             self._done.add(records[0].spec.name)
@@ -194,7 +195,7 @@ class NormLedger:
             for r in records:
                 self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
-        visit = self.planner.leaving() if limited and self.planner is not None else None
+        visit = planner.leaving() if limited and planner is not None else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self._accumulate(owner, norm_sq)
