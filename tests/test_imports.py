@@ -44,7 +44,6 @@ ALLOWED = {
     },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
-    "memory_curve": set(),
 }
 # Only the top imports the engine.
 ON_TOP = {
