@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
@@ -137,7 +138,11 @@ class NormLedger:
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
-        for owner, norm_sq in self.kept.squares(left).items():
+        if self.kept.rounded:
+            squares = self.kept.squares(left)
+        else:
+            squares = dict(zip(left, sums_of_squares([formed[o] for o in left]), strict=True))
+        for owner, norm_sq in squares.items():
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
@@ -191,12 +196,13 @@ class NormLedger:
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None
     ) -> None:
         kept = self.kept
+        limited = self.planner is not None and self.planner.limited
         if self.planner is not None:
-            if self.planner.limited:
+            if limited:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
                 if self.planner.stores(record):
-                    kept.form(record, self.planner.rounding, self.planner.limited)
+                    kept.form(record, self.planner.rounding, limited)
             records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
@@ -208,7 +214,7 @@ class NormLedger:
             for r in records:
                 self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
-        visit = None if self.planner is None else self.planner.leaving()
+        visit = self.planner.leaving() if limited and self.planner is not None else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self._accumulate(owner, norm_sq)
