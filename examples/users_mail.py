@@ -78,7 +78,7 @@ def options() -> argparse.ArgumentParser:
     add("--epochs", type=positive(int), default=10, help="passes over the training mails")
     add("--batch-size", type=positive(int), default=256, help="expected mails a step")
     add("--max-grad-norm", type=positive(float), default=0.5, help="clipping norm")
-    add("--lr", type=positive(float), default=4.0, help="learning rate")
+    add("--lr", type=positive(float), default=16.0, help="learning rate")
     add("--seeds", type=positive(int), default=1, help="runs of each way")
     add("--save", type=Path, help="where to write the results")
     return parser

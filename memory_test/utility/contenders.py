@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from opacus.optimizers.adam import DPAdamW
+from opacus.optimizers.filtered import DiSK
+from opacus.optimizers.scaled import ScaledAdamW
 
 Make = Callable[[Iterable[Any], float], Optimizer]
 
@@ -50,10 +52,21 @@ CONTENDERS = {
     ),
     "normalised": Contender("SGD, momentum 0.9", _sgd(0.9), _HEAVY, clipping="normalised"),
     "PSAC": Contender("SGD, momentum 0.9", _sgd(0.9), _HEAVY, clipping="psac"),
-    "per layer": Contender("SGD, momentum 0.9", _sgd(0.9), _HEAVY, clipping="per_layer"),
+    "per layer": Contender(
+        "SGD, momentum 0.9", _sgd(0.9), (8.0, 32.0, 128.0), clipping="per_layer"
+    ),
     "Adam": Contender("Adam", lambda p, lr: torch.optim.Adam(p, lr=lr), _ADAM),
-    "DPAdamW": Contender("DPAdamW", lambda p, lr: DPAdamW(p, lr=lr, floor=1e-8), _ADAM),
+    "DPAdamW": Contender(
+        "DPAdamW", lambda p, lr: DPAdamW(p, lr=lr, floor=1e-8), (0.0005, 0.002, 0.01)
+    ),
+    "ScaledAdamW": Contender("ScaledAdamW", lambda p, lr: ScaledAdamW(p, lr=lr), _ADAM),
+    "DiSK, Adam": Contender("DiSK of Adam", lambda p, lr: DiSK(torch.optim.Adam(p, lr=lr)), _ADAM),
+    "DiSK, momentum": Contender(
+        "DiSK of SGD, momentum 0.9",
+        lambda p, lr: DiSK(torch.optim.SGD(p, lr=lr, momentum=0.9)),
+        _HEAVY,
+    ),
     "correlated, SGD": Contender("SGD", _sgd(0.0), _PLAIN, noise="correlated"),
     "correlated, momentum": Contender("SGD, momentum 0.9", _sgd(0.9), _HEAVY, noise="correlated"),
-    "not private": Contender("SGD, momentum 0.9", _sgd(0.9), _HEAVY, clipping=None),
+    "not private": Contender("SGD, momentum 0.9", _sgd(0.9), (0.03, 0.125, 0.5), clipping=None),
 }

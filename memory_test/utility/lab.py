@@ -9,6 +9,7 @@ it runs with the seeds 1 to 5. Test accuracies of all runs are written, and a ta
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
@@ -84,6 +85,8 @@ def train(name: str, lr: float, seed: int, task: Task, args: Any) -> dict[str, f
             criterion(model(inputs), labels).backward()
             optimizer.step()
     inputs, labels = task.test.tensors
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()  # DiSK's parameters are a point ahead while it trains
     with torch.no_grad():
         right = (model.eval()(inputs).argmax(1) == labels).float().mean()
     spent = engine.get_epsilon(args.delta) if chosen.clipping is not None else 0.0
@@ -99,15 +102,28 @@ def _norms(chosen: Contender, parameters: int) -> Any:
 
 def _noise(chosen: Contender, batches: int, args: Any) -> dict[str, Any]:
     """Arguments that spend the budget: with Poisson sampling, or correlated without it."""
-    budget: dict[str, Any] = {"target_epsilon": args.epsilon, "target_delta": args.delta}
-    budget["accountant"] = args.accountant
+    budget = (args.epsilon, args.delta, args.accountant)
     steps = args.epochs * batches
     if chosen.noise == "correlated":
-        noise = CorrelatedNoise.optimised(min(BANDS, batches), steps=steps, separation=batches)
-        sigma = get_noise_multiplier(**budget, sample_rate=1.0, steps=1)
-        return {"noise_multiplier": sigma, "correlated_noise": noise}
-    sigma = get_noise_multiplier(**budget, sample_rate=1 / batches, steps=steps)
-    return {"noise_multiplier": sigma}
+        noise = _correlated(min(BANDS, batches), steps, batches)
+        return {"noise_multiplier": _sigma(*budget, 1.0, 1), "correlated_noise": noise}
+    return {"noise_multiplier": _sigma(*budget, 1 / batches, steps)}
+
+
+@functools.cache
+def _correlated(bands: int, steps: int, batches: int) -> CorrelatedNoise:
+    return CorrelatedNoise.optimised(bands, steps=steps, separation=batches)
+
+
+@functools.cache
+def _sigma(epsilon: float, delta: float, accountant: str, rate: float, steps: int) -> float:
+    return get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        accountant=accountant,
+        sample_rate=rate,
+        steps=steps,
+    )
 
 
 def row(job: tuple[str, str, Task, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _own_rank(optimizer: Any) -> int:
 
 
 def _sum(step: Callable[[Any], Any], optimizer: Any, batch: Any) -> list[Tensor]:
-    """The clipped sum of a batch, one tensor a parameter."""
+    """The clipped sum of a batch, one tensor a parameter, scaled as it is for clipping."""
     optimizer.reset_accumulation()
     optimizer.signal_skip_step(True)
     step(batch)
@@ -119,6 +119,9 @@ def _sum(step: Callable[[Any], Any], optimizer: Any, batch: Any) -> list[Tensor]
     ]
     optimizer.reset_accumulation()
     optimizer.zero_grad()
+    source = optimizer._privacy.gradient_scales
+    if source is not None:
+        found = [total * scale for total, scale in zip(found, source(), strict=True)]
     return found
 
 

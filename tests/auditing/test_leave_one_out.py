@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.auditing import leave_one_out
 from opacus.core.isolation.check import Isolation
+from opacus.grad_sample import _norms as ghost_norms
 from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as ghost_file
 from opacus.optimizers import optimizer as hooks_file
+from opacus.optimizers.scaled import ScaledAdamW
 
 B, CLIP = 6, 0.05
 
@@ -30,7 +33,7 @@ class Run:
         self.engine = PrivacyEngine(accountant="rdp")
         out = self.engine.make_private(
             module=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            optimizer=changes.pop("make", partial(torch.optim.SGD, lr=0.1))(net.parameters()),
             criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(TensorDataset(*self.batch), batch_size=3),
             noise_multiplier=1.0,
@@ -46,6 +49,19 @@ class Run:
         self.optimizer.zero_grad()
         self.criterion(self.model(inputs), targets).backward()
         self.optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_sums_are_measured_as_they_are_scaled(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(mode, make=ScaledAdamW)
+    run.optimizer.param_groups[0]["exponents"] = [4, -3, 0, 2]
+    report = leave_one_out(run.step, run.optimizer, run.batch)
+    report.raise_if_failed()
+    assert report.scores.min() > 0.99
+    monkeypatch.setattr(run.optimizer._privacy, "gradient_scales", lambda: [1.0, 1.0, 8.0, 1.0])
+    with pytest.MonkeyPatch.context() as planted:  # what clips does not know of the scales
+        planted.setattr(ghost_norms.Norms, "scaled", lambda norms, scales: norms.whole)
+        assert mode == "hooks" or not leave_one_out(run.step, run.optimizer, run.batch).passed
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,26 @@ def accelerate_ranks(first: bool, after: str, mode: str) -> dict[str, Any]:
     return {"wrong": wrong, "norm": norm, "steps": len(engine.accountant)}
 
 
+def accelerate_fsdp2(mode: str) -> dict[str, Any]:
+    """Sharded by accelerate, as ``prepare`` does on GPUs, then made private."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    own = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True,
+        device=accelerator.device,
+    )  # fmt: skip
+    model = fsdp2_prepare_model(own, model_of())
+    engine, private, optimizer, criterion, loader = make_private(model, sgd(model), mode)
+    batch = next(iter(loader))
+    accelerator.backward(criterion(private(batch[0]), batch[1]))
+    optimizer.step()
+    wrong, norm = error([batch], whole(model))
+    return {"wrong": wrong, "norm": norm, "steps": len(engine.accountant)}
+
+
 # --- torch.distributed.checkpoint ---
 
 
@@ -207,6 +228,7 @@ CASES: dict[str, Any] = {
         for first, after in ((True, ""), (True, "optimizer"), (True, "loader"), (True, "model"),
                              (False, "model, optimizer"))
     },
+    "accelerate's FSDP2, ghost_fsdp_bk": (accelerate_fsdp2, "ghost_fsdp_bk"),
     **{
         f"state dicts, {mode}, {whose}": (state_dicts, mode, whose)
         for mode, whose in (("ghost_fsdp", "inner"), ("ghost_fsdp_bk", "wrapper"))

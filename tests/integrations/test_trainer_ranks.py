@@ -28,7 +28,7 @@ def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            if way == "fsdp":
+            if way in ("fsdp", "offloaded"):
                 with_plugin(self)
 
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:

@@ -98,6 +98,9 @@ ROWS: dict[str, str] = {
     "accelerate.prepare before make_private": (
         "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
     ),
+    "accelerate's FSDP2, then make_private": (
+        "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
+    ),
     "torch.distributed.checkpoint, FSDP2": (
         "distributed/test_other_loops.py::test_orders_of_two_ranks_are_right_or_refused"
     ),
@@ -117,7 +120,10 @@ ROWS: dict[str, str] = {
     "the same under FSDP2": (
         "distributed/test_peft_sharded.py::test_two_ranks_give_the_sum_of_all_samples"
     ),
-    "prompt tuning": "integrations/test_peft.py::test_soft_prompts_are_refused_by_name",
+    "prompt tuning": "integrations/test_peft.py::test_adapters_are_exact",
+    "prompt tuning, FSDP2": (
+        "distributed/test_peft_sharded.py::test_two_ranks_give_the_sum_of_all_samples"
+    ),
     "prefix tuning, as many texts as tokens": (
         "integrations/test_peft.py::test_batches_as_large_as_something_else"
     ),
@@ -135,6 +141,9 @@ ROWS: dict[str, str] = {
     ),
     "tied embeddings": ("engine/test_modes_match_oracle.py::test_clipped_gradient_equals_oracle"),
     "quantised bases": "integrations/test_tried_as_a_user.py::test_adapters_of_a_quantised_base",
+    "quantised bases, FSDP2": (
+        "distributed/test_peft_sharded.py::test_adapters_of_a_quantised_base_on_two_ranks"
+    ),
     "nf4 and int8 of bitsandbytes": "none: not among the packages of the tests",
     "low-bit and other optimizers": (
         "engine/test_several_optimizers.py::test_other_optimizers_step_as_without_privacy"

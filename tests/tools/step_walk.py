@@ -26,6 +26,8 @@ from opacus import PrivacyEngine
 
 PACKAGE = Path(opacus.__file__).parent
 LAYERS = 8
+# Runs when the backward pass comes to a layer.
+TAP = "_TapOne.backward"
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Walk:
     """The files of the package that a step went through, in order."""
 
     path: list[str] = field(default_factory=list)
+    _backwards: list[int] = field(default_factory=list)  # places in it where a layer's begins
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
         """A profile function: every call of a Python function of the package."""
@@ -41,6 +44,8 @@ class Walk:
         name = frame.f_code.co_filename
         if name.startswith(str(PACKAGE)) and (not self.path or self.path[-1] != name):
             self.path.append(name)
+        if frame.f_code.co_qualname == TAP:
+            self._backwards.append(len(self.path) - 1)
 
     @property
     def files(self) -> Counter[str]:
@@ -55,7 +60,16 @@ class Walk:
     @property
     def returns(self) -> int:
         """Moves that lead back to the file that was just left."""
-        return sum(a == b for a, b in zip(self.path, self.path[2:], strict=False))
+        return _returns(self.path)
+
+    def one_backward(self) -> tuple[int, int]:
+        """Stays and returns from where a layer's backward begins to where the next one's does."""
+        start, end = self._backwards[1:3]
+        return end - start, _returns(self.path[start:end])
+
+
+def _returns(path: list[str]) -> int:
+    return sum(a == b for a, b in zip(path, path[2:], strict=False))
 
 
 def private_step(mode: str) -> Any:
@@ -109,6 +123,7 @@ def main() -> None:
     for name, count in walk.files.most_common():
         print(f"{count:5}  {name}")
     print(f"{mode}: {len(walk.files)} files, {walk.moves} moves, {walk.returns} returns")
+    print("backward of one layer: {} stays, {} returns".format(*walk.one_backward()))
 
 
 if __name__ == "__main__":

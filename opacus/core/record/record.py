@@ -76,6 +76,7 @@ class ForwardPass:
         ordinary: Names of parameters that an ordinary loss has run backward through.
         made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
         named: Its units, if the user names them.
+        moved: Layers whose rows are not the units in their order.
     """
 
     generation: Generation
@@ -85,6 +86,7 @@ class ForwardPass:
     ordinary: tuple[str, ...] = ()
     made_up: bool = False
     named: NamedUnits | None = None
+    moved: set[str] = field(default_factory=set)
 
     def saw(self, layer: str, rows: int) -> None:
         """A layer ran on so many rows."""
@@ -173,8 +175,9 @@ class Use:
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
         units, rows = self.units, rows_of(output_shape, self.batch_dim)
-        if units is not None and units.count > 1:
-            rows = units.count  # its record will be grouped by them
+        if units is not None:
+            self.forward_pass.moved.add(name)
+            rows = units.count if units.count > 1 else rows  # its record will be grouped by them
         self.forward_pass.saw(name, rows)
 
     def reached(self) -> bool:

@@ -159,11 +159,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return function(*new_args, **new_kwargs)
 
     if isinstance(args[0] if args else None, Shared) and _in_place(name):
-        func = getattr(Tensor, _OUT_OF_PLACE.get(name, ""), None)
-        if func is None:
-            raise _refusal(source, f"is changed in place ({name})")
-        name = func.__name__
-    if places:
+        raise _refusal(source, f"is changed in place ({name})")
+    if places and name not in _LIKE:
         if len(places) > 1 or name.strip("_") not in _MEETS:
             raise _refusal(source, f"is combined with the samples' tensors by {name}")
         place = places.pop()
@@ -271,7 +268,7 @@ def _simple_at(shared: Shared, place: Place) -> bool:
 
 
 def _in_place(name: str) -> bool:
-    return name in _OUT_OF_PLACE or name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
+    return name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
 
 
 def _refusal(source: Source, what: str) -> ValueError:
@@ -282,7 +279,8 @@ def _refusal(source: Source, what: str) -> ValueError:
     )
 
 
-_OUT_OF_PLACE = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
+# Take dtype and device of another tensor.
+_LIKE = frozenset(("to", "type_as"))
 # One element of each operand, broadcast.
 _POINTWISE = frozenset(
     ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "rtruediv", "true_divide",

@@ -133,6 +133,8 @@ class Taps:
         one = use.forward_pass
         known = one.batch != 1 and one.named is None and not self.whose.asked
         if not known or output.shape[:1] == (1,):
+            if layer.rule.hides_rows:
+                self.whose.same_rows(x, output)
             scope = self._sharing(use, [output], [x])
             if scope is not None:
                 return tap_shared(use, output, [x], scope)

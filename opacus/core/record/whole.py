@@ -46,8 +46,8 @@ class LoneSample:
     Guarantee: the gradient handed on is that of one loss with respect to all trainable
     parameters, so clipping it bounds the sample's whole contribution. It starts only after a
     step with taps has shown that the model's inputs tell the number of samples; a loss
-    of another number of samples is refused before anything is summed, and so are more rows
-    in the layers that ran first and last in that step: losses of several samples may look
+    of another number of samples is refused before anything is summed, and so are more rows in the
+    layers that ran first and last in that step, of those with one row for each sample: losses of several samples may look
     like those of one sample's positions.
 
     Args:
@@ -88,7 +88,8 @@ class LoneSample:
 
     def learn(self, passes: Collection[ForwardPass], samples: int) -> None:
         """A step of ``samples`` losses with taps has gone well, on these forward passes."""
-        if self._proven or self.ruled_out or not samples or not passes:
+        named = any(one.named is not None for one in passes)
+        if self._proven or self.ruled_out or not samples or not passes or named:
             return
         if {one.batch for one in passes} != {samples}:
             self.rule_out("the model's inputs do not tell the number of samples")
@@ -96,9 +97,13 @@ class LoneSample:
         if any(rows != samples for one in passes for rows in one.rows.values()):
             self.rule_out("layers have several rows for a sample")
             return
+        moved = set[str]().union(*(one.moved for one in passes))
+        used = [n for one in passes for n in one.generation.uses if n not in moved]
+        if not used:
+            self.rule_out("no layer has one row for each sample")
+            return
         self._proven = True
-        used = [name for one in passes for name in one.generation.uses]
-        watched = {*used[:1], *used[-1:]}
+        watched = {used[0], used[-1]}
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
             self._off_duty += [before] if layer.spec.name in watched else [before, after]
 

@@ -120,6 +120,11 @@ class WhoseRows:
             return None
         return self._follower.sharing(outputs[0], use.batch_dim)
 
+    def same_rows(self, given: Tensor, output: Tensor) -> None:
+        """Row i of a layer's output comes from row i of its input, which nothing else shows."""
+        if self._follows and self._follower.trail is not None:
+            self._follower.trail.same_rows(given, output)
+
     @property
     def scope(self) -> Scope | None:
         """The forward pass, if it is followed."""

@@ -7,6 +7,7 @@ from torch import nn
 from opacus.core.rules.base import LayerRule
 from opacus.core.rules.convolution import ConvRule
 from opacus.core.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from opacus.core.rules.float8 import Float8LinearRule, coupled_by_scales, is_float8_linear
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.linear import LinearRule, TransposedLinearRule
 from opacus.core.rules.normalisation import (
@@ -67,6 +68,7 @@ HUGGING_FACE_RMS_NORMS = frozenset(
 )  # fmt: skip
 _HUGGING_FACE_RULE = HuggingFaceRMSNormRule()
 _HUGGING_FACE_CONV1D_RULE = TransposedLinearRule()
+_FLOAT8_RULE = Float8LinearRule()
 
 
 def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
@@ -75,17 +77,30 @@ def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
 
 
 def rule_for(module: nn.Module) -> LayerRule:
-    """The rule of a layer; the generic one if its class is not in the table."""
+    """The rule of a layer; the generic one if its class is not in the table.
+
+    Raises:
+        ValueError: It is a float8 layer in which one sample changes what others compute.
+    """
     kind = layer_kind(module)
     if _has_replaced_parameters(kind, module):
         return GenericRule(module)
     if kind in RULES:
         return RULES[kind]
+    if is_float8_linear(kind):
+        return _float8_rule(module)
     if _is_hugging_face_rms_norm(kind, module):
         return _HUGGING_FACE_RULE
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return _HUGGING_FACE_CONV1D_RULE
     return GenericRule(module)
+
+
+def _float8_rule(module: nn.Module) -> LayerRule:
+    wrong = coupled_by_scales(module)
+    if wrong is not None:
+        raise ValueError(f"{type(module).__name__}({module.extra_repr()}): {wrong}")
+    return _FLOAT8_RULE
 
 
 def _has_replaced_parameters(kind: type[nn.Module], module: nn.Module) -> bool:

@@ -50,6 +50,8 @@ class LayerRule:
     bilinear: tuple[str, ...] = ()
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
+    # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
+    hides_rows: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.
     batch_leads: bool | None = None
 

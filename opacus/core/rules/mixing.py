@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from opacus.core.rules.float8 import coupled_by_scales
+
 
 def mixes_samples(module: nn.Module) -> bool:
     """Whether a forward pass now would normalise over the batch, or store averages of it.
@@ -13,6 +15,8 @@ def mixes_samples(module: nn.Module) -> bool:
     No gradient need be involved: what the samples of a batch are normalised by is in the
     gradients of the layers before and after, and in the model's buffers, without noise.
     """
+    if coupled_by_scales(module) is not None:
+        return True
     if isinstance(module, _BatchNorm):
         unknown = module.running_mean is None and module.running_var is None
         return module.training or unknown

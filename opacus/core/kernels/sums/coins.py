@@ -11,9 +11,9 @@ LANE, BYTES = 512, 16
 TILE = LANE * BYTES
 
 
-def coins(first: int, key: bytes, number: int) -> Tensor:
-    """``[TILE]`` numbers in [0, 1), multiples of 1/256, of the counters from ``first`` on."""
-    blocks = torch.arange(first, first + LANE, device="cpu")
-    words = random_words(blocks, key_words(key), number, secure=False)  # [LANE, 4]
-    by_place = [words >> 8 * place & 0xFF for place in range(4)]
-    return torch.stack(by_place).permute(0, 2, 1).reshape(TILE) / 256.0  # [4, 4, LANE]
+def coins(first: int, count: int, key: bytes, number: int) -> Tensor:
+    """``[count, TILE]`` numbers in [0, 1), multiples of 1/256, of the tiles from ``first`` on."""
+    blocks = torch.arange(first * LANE, (first + count) * LANE, device="cpu")
+    words = random_words(blocks, key_words(key), number, secure=False).view(count, LANE, 4)
+    by_place = torch.stack([words >> 8 * place & 0xFF for place in range(4)])
+    return by_place.permute(1, 0, 3, 2).reshape(count, TILE) / 256.0  # [count, 4, 4, LANE]

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from opacus.core.kernels.host.operands import FLOAT8, LARGEST, SUPPORTED, converts_float8
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype, widen
-from opacus.core.kernels.sums.coins import LANE, TILE, coins
+from opacus.core.kernels.sums.coins import TILE, coins
 from opacus.core.kernels.sums.weighted_sum import triton_works
 
+# Tiles that are handled at once where there is no kernel.
+TILES = 64
 # Exponent of the smallest normal number, and bits of the mantissa.
 LEAST_EXPONENT, MANTISSA = -6, 3
 
@@ -83,17 +85,18 @@ def _round_on_cpu(
     """Values ``[B, n]`` and the sums of their squares ``[B]``; the definition of the kernel."""
     rows, size = flat.shape
     tiles = -(-size // TILE)
-    values = torch.empty(rows, size, dtype=FLOAT8, device=flat.device)
-    squares = torch.zeros(rows, dtype=scales.dtype, device=flat.device)
-    for row in range(rows):
-        for tile in range(tiles):
-            part = flat[row, tile * TILE : (tile + 1) * TILE]
-            tossed = coins((row * tiles + tile) * LANE, key, number)[: len(part)]
-            exact = torch.where(finite[row], widen(part) / scales[row], 0.0)
-            near = _to_grid(exact, tossed.to(exact.device, exact.dtype))
-            values[row, tile * TILE : (tile + 1) * TILE] = near.to(FLOAT8)
-            squares[row] += sum_of_squares(near[None])[0]
-    return values, squares
+    padded = torch.nn.functional.pad(flat, (0, tiles * TILE - size)).view(rows * tiles, TILE)
+    scale, whole = (x.repeat_interleave(tiles)[:, None] for x in (scales, finite))
+    values = torch.empty(rows * tiles, TILE, dtype=FLOAT8, device=flat.device)
+    squares = torch.empty(rows * tiles, dtype=scales.dtype, device=flat.device)
+    for first in range(0, rows * tiles, TILES):
+        part = slice(first, first + TILES)
+        exact = torch.where(whole[part], widen(padded[part]) / scale[part], 0.0)
+        tossed = coins(first, len(exact), key, number).to(exact.device, exact.dtype)
+        near = _to_grid(exact, tossed)
+        values[part], squares[part] = near.to(FLOAT8), sum_of_squares(near)
+    found = values.view(rows, tiles * TILE)[:, :size].contiguous()
+    return found, squares.view(rows, tiles).sum(1)
 
 
 def _to_grid(exact: Tensor, tossed: Tensor) -> Tensor:

@@ -160,6 +160,13 @@ class Trail(TorchDispatchMode):
         self._memory.put(output, labels, DATA)
         return None
 
+    def same_rows(self, given: Tensor, output: Tensor) -> None:
+        """What is computed of each row of a tensor, features apart, in a way that is not seen."""
+        state = self.state(given)
+        if isinstance(state, Labels) and state.ids.shape[-1] != 1:
+            state = Lost("units lie along the features of a layer that computes in float8")
+        self._memory.put(output, state, DATA)
+
     # --- tensors that all samples share; see :mod:`opacus.core.record.shared` ---
 
     def is_shared(self, output: Tensor, batch_dim: int) -> bool:
