@@ -47,8 +47,8 @@ class LoneSample:
     parameters, so clipping it bounds the sample's whole contribution. It starts only after a
     step with taps has shown that the model's inputs tell the number of samples; a loss
     of another number of samples is refused before anything is summed, and so are more rows in the
-    layers that ran first and last in that step, of those with one row for each sample: losses of several samples may look
-    like those of one sample's positions.
+    layers that ran first and last in that step, of those with one row for each sample: losses of
+    several samples may look like those of one sample's positions.
 
     Args:
         layers: The tapped layers: all that own trainable parameters.
