@@ -277,7 +277,8 @@ def compare(setting: Setting) -> None:
     say("\n" + table(("", "test perplexity", "epsilon"), rows))
     for number, prompt in enumerate(PROMPTS):
         say(f"\n{prompt}")
-        say(table(("", ""), [(r.name, r.samples[number].strip()) for r in results]))
+        for result in results:
+            say(f"{result.name:<12}  {' '.join(result.samples[number].split())}")
     say(f"\nModels and results.json are in {args.out}.")
 
 

@@ -70,3 +70,8 @@ def test_the_table_of_the_readme_is_that_of_the_results():
     for run in runs:
         epsilon = "" if run["epsilon"] is None else f"{run['epsilon']:.2f}"
         assert f"| {run['name']} | {run['perplexity']:.1f} | {epsilon} |" in text
+    before, private, plain = json.loads((folder / "results" / "smollm2_full_cpu.json").read_text())[
+        "runs"
+    ]
+    said = f"{before['perplexity']:.1f} before, {private['perplexity']:.1f} at epsilon 8, "
+    assert said + f"{plain['perplexity']:.1f} without privacy" in text
