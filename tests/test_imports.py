@@ -22,6 +22,7 @@ ALLOWED = {
     "auditing": {"accountants"},
     "__main__": {"planning"},
     "version": set(),
+    "memory_curve": set(),
     "layers": {"core", "utils"},
     "validators": {"core", "layers", "utils"},
     "schedulers": set(),
@@ -43,6 +44,7 @@ ALLOWED = {
     },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
+    "memory_curve": set(),
 }
 # Only the top imports the engine.
 ON_TOP = {

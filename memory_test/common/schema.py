@@ -78,6 +78,8 @@ PARTS: dict[str, Kinds] = {
     "finetuning": {"trained": str, "trainer": str, "epsilon": (*NUMBER, None), "tried": bool},
     "stored_dtypes": {"stored": str, "seed": int, "accuracy": NUMBER, "loss": NUMBER},
     "memory_curves": {"limit_gib": NUMBER, "ms": NUMBER, "ways": dict},
+    "on_paper": {"model": str, "cards": int, "batch": int, "peak_gib": NUMBER, "fits": bool,
+                 "ratio": NUMBER, "tokens_per_second": int, "breaks_first": str},
     "noise_kernels": {"generator": str, "elements": int, "ms": NUMBER},
     "noise": {"accountant": str, "target": NUMBER, "delta": NUMBER, "rate": NUMBER, "steps": int,
               "seconds": NUMBER},

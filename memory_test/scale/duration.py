@@ -12,6 +12,7 @@ from memory_test.scale.held import held_bytes, norm_seconds
 from memory_test.scale.rates import Rates
 from memory_test.scale.run import Run
 from memory_test.scale.shapes import linears
+from memory_test.scale.ways import seconds_of_ways
 
 # Attention, causal: forward 2 products of half the T x T, backward 5.
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 2, 5
@@ -57,6 +58,7 @@ def duration_of(run: Run, rates: Rates) -> Duration:
         parts["parameters"] = 3.0 * run.parameter_bytes * run.shape.parameters / rates.stored_bytes
     if run.private:
         parts["clipping"] = _clipping(run, rates)
+        parts |= {way: s for way, s in seconds_of_ways(run, rates).items() if s}
         parts["noise"] = run.shape.parameters / run.sharded_over / rates.noise_elements
     overlapped, exposed = _communication(run, rates)
     computed = sum(parts.values())

@@ -40,6 +40,8 @@ def held_bytes(run: Run, rates: Rates) -> Held:
     state = run.parameter_bytes * run.shape.parameters / run.sharded_over
     budget = FREE_MEMORY_SHARE * (rates.memory_bytes - state)
     fastest = _held(run, rates, by_size=False)
+    if run.held_blocks is not None:
+        return fastest
     return fastest if fastest.total <= budget else _held(run, rates, by_size=True)
 
 
@@ -48,14 +50,17 @@ def _held(run: Run, rates: Rates, *, by_size: bool) -> Held:
     block = [_choose(run, rates, d, p, by_size) for d, p in linears(shape)]
     head = _choose(run, rates, shape.hidden, shape.vocab, by_size)
     seconds = shape.layers * sum(s for _, s in block) + head[1]
-    return Held(shape.layers * sum(b for b, _ in block), head[0], seconds)
+    blocks = shape.layers if run.held_blocks is None else run.held_blocks
+    return Held(blocks * sum(b for b, _ in block), head[0], seconds)
 
 
 def _choose(run: Run, rates: Rates, d: int, p: int, by_size: bool) -> tuple[float, float]:
     """Bytes and seconds of one layer."""
-    stored = 2.0 * run.batch * d * p
+    formed = 2.0 * run.batch * d * p
+    stored = 1.0 * run.stored * run.batch * d * p
     kept = 2.0 * run.tokens_here * (d + p)
-    store = (stored, STORE_PASSES * stored / rates.stored_bytes)
+    rounded = 2 * stored if stored < formed else 0.0  # written and read once more
+    store = (stored, (STORE_PASSES * formed + rounded) / rates.stored_bytes)
     keep_seconds = KEEP_PASSES * kept / rates.stored_bytes + norm_seconds(run, rates, d, p)
     return min(store, (kept, keep_seconds), key=lambda choice: choice[0 if by_size else 1])
 

@@ -148,4 +148,7 @@ def _clipped_sum(run: Run, rates: Rates) -> float:
     buckets = max(BUCKET_BYTES, 4 * head) + BUCKETS_IN_FLIGHT * BUCKET_BYTES
     summed = 4 * shape.parameters / run.sharded_over
     logits = _held_logits(run)
+    if run.replayed_blocks:  # what each was given, its output's gradient, and the one that runs
+        tensors = 4 * shape.hidden * run.replayed_blocks + 2 * shape.activation_bytes_of_block
+        logits += run.tokens_here * tensors + 2 * shape.block_parameters
     return max(held.total, summed + held.head) + buckets + logits

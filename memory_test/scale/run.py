@@ -37,6 +37,9 @@ class Run:
         node: GPUs of one host, which are linked faster than hosts are.
         holds_logits: Whether the training loop holds the model's output during the backward pass,
             as one does that has it in a variable.
+        stored: Bytes of an element of a stored per-sample gradient: 1 in float8.
+        held_blocks: Blocks of which records are held until the sum; ``None``: all.
+        offloaded_blocks: Blocks whose records wait in host memory. The others run again.
     """
 
     shape: LlamaShape
@@ -50,6 +53,9 @@ class Run:
     optimizer: str = "sgd"
     node: int = 8
     holds_logits: bool = True
+    stored: int = 2
+    held_blocks: int | None = None
+    offloaded_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tokens", "batch", "node"):
@@ -63,6 +69,13 @@ class Run:
             raise ValueError(f"shard must divide gpus, got {self.shard} and {self.gpus}")
         if self.gpus == 1 and self.mode != NON_PRIVATE:
             raise ValueError("on one GPU only the non-private step is modelled")
+
+    @property
+    def replayed_blocks(self) -> int:
+        """Blocks that run again for the sum."""
+        if self.strategy != "one_pass" or self.held_blocks is None:
+            return 0
+        return self.shape.layers - self.held_blocks - self.offloaded_blocks
 
     @property
     def sharded_over(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
+from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.layout import Single
 from opacus.optimizers.wrapped import WrappedOptimizer
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 class CountedOptimizer(WrappedOptimizer):
     """Counts each real step once with each accountant, whatever hooks a user attaches."""
 
-    noise_multiplier: float
+    _privacy: PrivacyParams
     accumulated_iterations: int
     _layout: Single
 
@@ -85,7 +86,7 @@ class CountedOptimizer(WrappedOptimizer):
 
     def _count_step(self, counts: list[Count]) -> None:
         for count in counts:
-            count.record(self.noise_multiplier)
+            count.record(self._privacy.noise_multiplier)
         if self._layout.correlation is not None:
             self._layout.correlation.pay(self._number)
 

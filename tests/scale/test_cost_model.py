@@ -16,8 +16,10 @@ from memory_test.scale import MODES, SHAPES, LlamaShape, Rates, Run, predict, ra
 from memory_test.scale.__main__ import main
 from memory_test.scale.held import held_bytes
 from memory_test.scale.memory import DEFERRED_SHARE, memory_of
+from memory_test.scale.paper import rows
 from memory_test.scale.rates import read
 from memory_test.scale.shapes import block_on_meta, linears
+from memory_test.scale.ways import planned
 from opacus.core.sums.strategy import default_budget
 
 GB = 2**30
@@ -277,3 +279,23 @@ def test_documents_have_tables_that_can_be_filled():
         assert names and set(names) <= set(tables.TABLES), path
     assert "llama3-405b | 4096" in tables.scale_table()
     assert "within 15%" in tables.summary_table()
+
+
+def test_blocks_are_held_offloaded_or_run_again_as_the_budget_asks():
+    rates, run = rates_of("h200"), Run(SHAPES["llama3-8b"], 8, 4096, 4, checkpointing=True)
+    whole = predict(run, rates)
+    assert planned(run, rates, rates.memory_bytes).held_blocks == 32
+    last = None
+    for share in (0.9, 0.7, 0.5):
+        chosen = planned(run, rates, share * whole.memory.peak)
+        found = predict(chosen, rates)
+        assert found.memory.peak <= share * whole.memory.peak
+        assert 0 < chosen.replayed_blocks == 32 - chosen.held_blocks
+        assert found.duration.step > (whole if last is None else last).duration.step
+        last = found
+    sent = predict(planned(run, rates, 0.5 * whole.memory.peak, 100 * GB), rates)
+    assert sent.run.offloaded_blocks and not sent.run.replayed_blocks
+    assert whole.duration.step < sent.duration.step < last.duration.step
+    small = predict(replace(run, stored=1), rates)
+    assert small.held < 0.8 * whole.held
+    assert all(row["fits"] is (row["breaks_first"][:6] != "memory") for row in rows())

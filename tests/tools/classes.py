@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,16 +46,16 @@ def sizes(package: Path) -> list[ClassSize]:
 
 
 def too_large(
-    package: Path, *, most: int, forced: dict[str, Collection[str]]
+    classes: Iterable[ClassSize], *, most: int, forced: Mapping[str, Collection[str]]
 ) -> dict[str, list[str]]:
     """Classes with more methods of their own than ``most``, by name.
 
     Args:
-        package: Folder of the package.
+        classes: To look at.
         most: Number of methods.
         forced: Methods by class that do not count, for an interface demands them.
     """
-    own = {c.name: sorted(c.methods - set(forced.get(c.name, ()))) for c in sizes(package)}
+    own = {c.name: sorted(c.methods - set(forced.get(c.name, ()))) for c in classes}
     return {name: methods for name, methods in own.items() if len(methods) > most}
 
 

@@ -17,7 +17,7 @@ MOST_METHODS = {
     "opacus.core.record.recorder.Recorder": 12,
     "opacus.core.record.taps.Taps": 12,
     "opacus.core.record.hooks.LayerHooks": 12,
-    "opacus.core.norms.ledger.NormLedger": 15,
+    "opacus.core.norms.ledger.NormLedger": 14,
     "opacus.core.sums.strategy.Ghost": 13,
     "opacus.optimizers.optimizer.DPOptimizer": 12,
 }
@@ -60,9 +60,9 @@ def opacus_own() -> dict[str, set[str]]:
 def test_classes_hold_one_idea() -> None:
     forced = opacus_own()
     assert {"step", "zero_grad"} <= forced["opacus.optimizers.optimizer.DPOptimizer"]
-    core = too_large(PACKAGE, most=MOST_OF_ANY, forced=forced)
-    assert core == {}
-    own = {c.name: len(c.methods - forced.get(c.name, set())) for c in sizes(PACKAGE)}
+    classes = sizes(PACKAGE)
+    assert len(classes) > 200 and too_large(classes, most=MOST_OF_ANY, forced=forced) == {}
+    own = {c.name: len(c.methods - forced.get(c.name, set())) for c in classes}
     watched = {name: own[name] for name in MOST_METHODS}
     assert all(n >= 5 for n in watched.values())
     assert {name: n for name, n in watched.items() if n > MOST_METHODS[name]} == {}
@@ -75,5 +75,5 @@ def test_a_large_class_is_found(tmp_path: Path) -> None:
     (found,) = sizes(tmp_path / "p")
     assert (found.name, len(found.methods), len(found.attributes)) == ("p.Large", 4, 4)
     assert found.writes == {"self.b.c"}
-    assert too_large(tmp_path / "p", most=3, forced={}) == {"p.Large": ["m0", "m1", "m2", "m3"]}
-    assert too_large(tmp_path / "p", most=3, forced={"p.Large": {"m1"}}) == {}
+    assert too_large([found], most=3, forced={}) == {"p.Large": ["m0", "m1", "m2", "m3"]}
+    assert too_large([found], most=3, forced={"p.Large": {"m1"}}) == {}

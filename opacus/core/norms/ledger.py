@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
@@ -137,7 +138,11 @@ class NormLedger:
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
-        for owner, norm_sq in self.kept.squares(left).items():
+        if self.kept.rounded:
+            squares = self.kept.squares(left)
+        else:
+            squares = dict(zip(left, sums_of_squares([formed[o] for o in left]), strict=True))
+        for owner, norm_sq in squares.items():
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
@@ -150,27 +155,6 @@ class NormLedger:
                 record.hold()
             record.versions = [t._version for t in record.tensors]
         self.kept.held += records
-
-    def _form_light(self, record: Record) -> Record:
-        """Form the light parameters' gradients of a record that is kept for the others.
-
-        Their norms and sums are then taken together with those of all layers, in few launches.
-
-        Returns:
-            The record for the others.
-        """
-        rule, spec, layer = record.layer.rule, record.spec, record.layer
-        if not rule.light or not rule.norm_is_local:
-            return record
-        light, rest = layer.splits.get(spec.params) or layer.split(spec.params)
-        if not light.params or not rest.params:
-            return record
-        grads = rule.per_sample_grad(light, record.activations, record.backprops)
-        for name, grad in grads.items():
-            self.kept.formed[layer.owners[name]] = grad
-        record = copy(record)
-        record.spec = rest
-        return record
 
     def settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
@@ -190,14 +174,17 @@ class NormLedger:
     def _settle(
         self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None
     ) -> None:
-        kept = self.kept
-        if self.planner is not None:
-            if self.planner.limited:
+        kept, planner, limited = self.kept, self.planner, False
+        if planner is not None:
+            limited = planner.limited
+            if limited:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
-                if self.planner.stores(record):
-                    kept.form(record, self.planner.rounding, self.planner.limited)
-            records = [self._form_light(r) for r in records if r.spec.name not in kept.layers]
+                if planner.stores(record):
+                    kept.form(record, planner.rounding, limited)
+            records = [
+                _form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers
+            ]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
             self._done.add(records[0].spec.name)
@@ -208,7 +195,7 @@ class NormLedger:
             for r in records:
                 self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
-        visit = None if self.planner is None else self.planner.leaving()
+        visit = planner.leaving() if limited and planner is not None else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self._accumulate(owner, norm_sq)
@@ -242,6 +229,28 @@ class NormLedger:
             norm_sq = pad_rows(norm_sq, self.batch)
         known = self._norm_sq.get(owner)
         self._norm_sq[owner] = norm_sq if known is None else known + norm_sq
+
+
+def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:
+    """Form the light parameters' gradients of a record that is kept for the others.
+
+    Their norms and sums are then taken together with those of all layers, in few launches.
+
+    Returns:
+        The record for the others.
+    """
+    rule, spec, layer = record.layer.rule, record.spec, record.layer
+    if not rule.light or not rule.norm_is_local:
+        return record
+    light, rest = layer.splits.get(spec.params) or layer.split(spec.params)
+    if not light.params or not rest.params:
+        return record
+    grads = rule.per_sample_grad(light, record.activations, record.backprops)
+    for name, grad in grads.items():
+        formed[layer.owners[name]] = grad
+    record = copy(record)
+    record.spec = rest
+    return record
 
 
 def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) -> Tensor:

@@ -7,9 +7,10 @@ chooses for each layer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +61,20 @@ class OnePass(Ghost):
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
         limits = self.limits
+        held, peak = limits.now(losses.device)
         self.planner.start(
-            *limits.now(losses.device),
-            in_sum=self.sink.bytes_needed,
+            held,
+            peak,
+            in_sum=0 if peak is None else self.sink.bytes_needed,
             spare=limits.spare,
             again=limits.again,
         )
+        start, moments = moment(), self.planner.report.moments
         with self._running_out():
             super().norm_pass(losses, retain_graph)
-        self.planner.settled()
+        if self.planner.blocks is not None:
+            self.planner.settled()
+        moments += [start, moment()]
 
     @contextmanager
     def _running_out(self) -> Iterator[None]:
@@ -96,7 +102,7 @@ class OnePass(Ghost):
         """Weight and add what was kept; runs no backward pass."""
         with self._running_out(), torch.no_grad():
             self._sum(clipped)
-        self.planner.report.mark()
+        self.planner.report.moments.append(moment())
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
@@ -109,9 +115,13 @@ class OnePass(Ghost):
         replay = self._replay(weighting)
         formed, fewer = ledger.kept.formed, ledger.kept.rounded
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
+        # What is held is of the last blocks: they go first, and sums grow as it shrinks. On all
+        # ranks alike.
+        names.reverse()
         factors, excluded = [clipped.of(name) for name in names], clipped.masked
+        some_are_away = bool(away)
         for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
-            if away:
+            if some_are_away:
                 stored = away.take(name)
                 if stored is not None:
                     formed[name] = stored
@@ -120,7 +130,7 @@ class OnePass(Ghost):
             if name in fewer:
                 own = scaled_factors(own, fewer.pop(name).scales, excluded)
             stored, later = formed.pop(name, None), sums.terms_of(name) + again
-            self.sink.put(name, Terms(stored, later, own, clipped.masked))
+            self.sink.put(name, Terms(stored, later, own, excluded))
         self.sink.finish()
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 
@@ -130,6 +140,8 @@ class OnePass(Ghost):
         found, visits = ([], []) if blocks is None else (blocks.found, blocks.chosen)
         wanted = {id(visit.block) for visit in visits}
         own = [(b.owners, id(b) in wanted) for b in found]
+        if blocks is None and not self._shared:
+            return None
         agreed, least = self.sink.agree(own, self.limits.numbers)
         if self._shared:
             self.limits.agreed(least)
@@ -169,3 +181,12 @@ class OnePass(Ghost):
         if limited and not self.deferred:
             self.planner.blocks = Blocks(recorder, replayable(model, recorder.layers))
             recorder.handles += self.planner.blocks.handles
+
+
+def moment() -> Any:
+    """Now, on the GPU if there is one; nothing waits for it."""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

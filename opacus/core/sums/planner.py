@@ -88,7 +88,7 @@ class Planner:
         self.choices = {}
         self.seen = Seen(all_tensors=True)
         self.extra = {}
-        self.report.start(peak_bytes)
+        self.report = Report(peak_bytes)
         if self.blocks is not None:
             self.blocks.start()
         if self.rounding is not None:
@@ -194,7 +194,6 @@ class Planner:
             self._base = max(0, in_use() - self.held_bytes)
             replayed = self._transient if self.blocks and self.blocks.chosen else 0
             self.report.expect(self._base + self.held_bytes + self._in_sum + replayed)
-        self.report.mark()
 
     def _limit(self, transient: int) -> int | None:
         """Bytes that may be held, with so many more in use for a while."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,43 +12,29 @@ import torch
 GIB = 2**30
 
 
+@dataclass
 class Report:
     """Of the latest step of a single backward pass.
 
     Attributes:
-        predicted_peak: Bytes of the GPU; 0 where nothing limits them.
-        limit: What the peak must stay under, if anything.
+        limit: Bytes of the GPU that the peak must stay under, if any.
+        predicted_peak: What was expected of it.
+        moments: Beginning and end of the backward pass, and the end of the sum.
     """
 
-    def __init__(self) -> None:
-        self.predicted_peak = 0
-        self.limit: int | None = None
-        self._marks: list[Any] = []
-
-    def start(self, limit: int | None) -> None:
-        """A backward pass begins."""
-        self.predicted_peak, self.limit = 0, limit
-        self._marks = []
-        self.mark()
+    limit: int | None = None
+    predicted_peak: int = 0
+    moments: list[Any] = field(default_factory=list)
 
     def expect(self, in_use: int) -> None:
         """So many bytes may be in use at some time of the step."""
         self.predicted_peak = max(self.predicted_peak, in_use)
 
-    def mark(self) -> None:
-        """The backward pass begins, is over, or the sum is there; nothing waits for the device."""
-        if torch.cuda.is_initialized():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
     def milliseconds(self) -> list[float]:
         """Of the backward pass with its norms, and of the sum; waits for the device."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._marks and not isinstance(self._marks[0], float):
-            self._marks[-1].synchronize()
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        if self.moments and not isinstance(self.moments[0], float):
+            self.moments[-1].synchronize()
             return [before.elapsed_time(after) for before, after in pairs]
         return [(after - before) * 1e3 for before, after in pairs]
 
@@ -83,8 +69,8 @@ class Report:
             )
         return "\n".join(lines)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_marks": []}
+    def __reduce__(self) -> tuple[type[Report], tuple[()]]:
+        return Report, ()  # of no step yet
 
 
 def counted(ways: list[str]) -> dict[str, int]:

@@ -53,10 +53,11 @@ def _kernel(
             coin = ((word >> (8 * (j // 4))) & 0xFF).to(tl.float32) / 256.0
             places = tile * (LANE * BYTES) + j * LANE + lanes
             inside = places < size
-            exact = tl.load(grads + places, mask=inside & whole, other=0.0).to(tl.float32) / scale
+            value = tl.load(grads + places, mask=inside & whole, other=0.0).to(tl.float32)
+            exact = tl.div_rn(value, scale)  # the ordinary division is only nearly right
             bits = exact.to(tl.int32, bitcast=True) & 0x7F800000
             step = tl.maximum(bits.to(tl.float32, bitcast=True), 0.015625) * 0.125
-            near = tl.floor(exact / step + coin) * step
+            near = tl.floor(tl.div_rn(exact, step) + coin) * step
             near = tl.minimum(tl.maximum(near, -LARGEST), LARGEST)
             total += tl.where(inside, near * near, 0.0)
             tl.store(values + places, near.to(values.dtype.element_ty), mask=inside)
