@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -136,8 +137,12 @@ def first(runtime: Runtime) -> Iterator[None]:
 
 
 def as_answers(texts: Texts, count: int) -> Texts:
-    """The first reviews, each as the answer to the prompt that asks for its kind."""
-    rows = list(zip(texts.plain, texts.labels, strict=True))[:count]
+    """Some reviews, each as the answer to the prompt that asks for its kind.
+
+    They are drawn, always the same ones: the shipped file has good reviews first, then bad ones.
+    """
+    rows = list(zip(texts.plain, texts.labels, strict=True))
+    rows = random.Random(0).sample(rows, min(count, len(rows)))
     return Texts(
         [(Turn("prompt", PROMPTS[label]), Turn("completion", f" {text}")) for text, label in rows],
         [0] * len(rows),

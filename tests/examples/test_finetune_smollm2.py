@@ -9,6 +9,7 @@ from pathlib import Path
 import finetune_smollm2 as script
 import pytest
 from smollm2 import FILE
+from text_data import Texts
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -45,6 +46,18 @@ def test_every_model_is_scored_saved_and_shown(tmp_path, capsys, full):
     folder = tmp_path / "out" / "epsilon-8"
     assert (folder / "adapters").is_dir() is not full
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_reviews_of_both_kinds_are_drawn():
+    texts = Texts([f"review {i}" for i in range(100)], [1] * 50 + [0] * 50)
+    drawn = script.as_answers(texts, 20)
+    assert len(drawn) == 20
+    assert {turns[0].text for turns in drawn.texts} == set(script.PROMPTS)
+    assert all(
+        (turns[0].text == script.PROMPTS[1]) == (int(turns[1].text.split()[1]) < 50)
+        for turns in drawn.texts
+    )
+    assert script.as_answers(texts, 20) == drawn
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
