@@ -14,6 +14,8 @@ from opacus.core.isolation.check import Isolation
 from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import (
+    gather_in_backward,
+    gathered_by,
     managed_names,
     reduce_dtypes,
     reduced_at_once,
@@ -174,10 +176,21 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _receive(self, record: Record) -> None:
         phase, layer = self._strategy.phase, record.layer
+        if phase is Phase.SUM and not self.book_keeping:
+            self._gather(layer)
         if phase is Phase.IDLE or self._shares is None or self._shares.has(layer):
             super()._receive(record)
         if phase is Phase.SUM:
             self._unreached.fill(layer)
+
+    def _gather(self, layer: Layer) -> None:
+        """Gather a layer whose gradient came past FSDP2: its output was computed anew for it."""
+        name, owner = next(iter(layer.owners.items()))
+        if is_dtensor(layer.parameter(name)) and not tensor_parallel_names(self._module):
+            for unit, names in gathered_by(self._module).items():
+                if owner in names:
+                    gather_in_backward(unit)
+                    return
 
     def norm_pass(
         self, losses: Tensor, retain_graph: bool = False, loss_scale: float | None = None

@@ -72,6 +72,15 @@ def gathered_by(model: nn.Module) -> dict[nn.Module, set[str]]:
     return {unit: {name for name, _, _ in _in_unit(unit, names)} for unit in units}
 
 
+def gather_in_backward(unit: Any) -> None:
+    """Gather a unit's parameters in a backward pass, in whose end FSDP2 reduces their gradients.
+
+    FSDP2 does so itself where a gradient comes to an output of the unit.
+    """
+    if hasattr(unit, "_get_fsdp_state"):
+        unit._get_fsdp_state()._pre_backward(None)
+
+
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each parameter's name, FSDP2's group of it, and FSDP2's state of it."""
     names = {id(p): n for n, p in model.named_parameters()}
