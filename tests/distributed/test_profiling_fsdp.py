@@ -192,7 +192,7 @@ def test_a_line_for_each_layer(way: tuple[str, bool]) -> None:
             found = re.findall(rf"^{start}{re.escape(SECOND_BACKWARD)} (.*): {MS}$", text, re.M)
             assert sorted(name for name, _ in found) == LAYERS
         else:
-            assert f"{REDUCTION} 0.0.weight, 0.0.bias" in text
+            assert f"{REDUCTION} 1.bias, 1.weight" in text
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
