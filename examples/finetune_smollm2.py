@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -136,8 +137,12 @@ def first(runtime: Runtime) -> Iterator[None]:
 
 
 def as_answers(texts: Texts, count: int) -> Texts:
-    """The first reviews, each as the answer to the prompt that asks for its kind."""
-    rows = list(zip(texts.plain, texts.labels, strict=True))[:count]
+    """Some reviews, each as the answer to the prompt that asks for its kind.
+
+    They are drawn, always the same ones: the shipped file has good reviews first, then bad ones.
+    """
+    rows = list(zip(texts.plain, texts.labels, strict=True))
+    rows = random.Random(0).sample(rows, min(count, len(rows)))
     return Texts(
         [(Turn("prompt", PROMPTS[label]), Turn("completion", f" {text}")) for text, label in rows],
         [0] * len(rows),
@@ -277,7 +282,8 @@ def compare(setting: Setting) -> None:
     say("\n" + table(("", "test perplexity", "epsilon"), rows))
     for number, prompt in enumerate(PROMPTS):
         say(f"\n{prompt}")
-        say(table(("", ""), [(r.name, r.samples[number].strip()) for r in results]))
+        for result in results:
+            say(f"{result.name:<12}  {' '.join(result.samples[number].split())}")
     say(f"\nModels and results.json are in {args.out}.")
 
 

@@ -34,7 +34,7 @@ def reproducible(_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Files of a minute and more, the longest first: a worker that began one of them last would keep the
-# others waiting.
+# others waiting. `make test-fast` leaves them out.
 LONGEST = [
     "core/kernels/test_triton_interpreter.py",
     "examples/test_train_text_fsdp.py",
@@ -64,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(TESTS / name): number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(place)))
     for item in items:
+        if str(item.path) in place:
+            item.add_marker("slow")
         module = getattr(item, "module", None)
         if item.path.parent.name in FOLDERS or any(hasattr(module, n) for n in STARTERS):
             item.add_marker("starts_processes")

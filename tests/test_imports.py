@@ -43,7 +43,6 @@ ALLOWED = {
     },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
-    "memory_curve": set(),
 }
 # Only the top imports the engine.
 ON_TOP = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ def reviews(texts: Texts, count: int | None, join: int = 1) -> Dataset:
         count: How many; ``None``: all.
         join: So many in a row are one example, of either kind, if it is above 1.
     """
-    rows = list(zip(texts.plain, texts.labels, strict=True))[:count]
+    rows = list(zip(texts.plain, texts.labels, strict=True))
+    random.Random(0).shuffle(rows)  # the file has good ones first
+    rows = rows[:count]
     if join > 1:
         parts = [[text for text, _ in rows[i : i + join]] for i in range(0, len(rows), join)]
         return Dataset.from_list(

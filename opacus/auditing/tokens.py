@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opacus.auditing.claim import compare_with_claim
+from opacus.accountants import IAccountant
+from opacus.auditing.claim import claimed_curve, compare_with_claim
 from opacus.auditing.report import AuditReport
 
 IGNORED = -100
@@ -110,6 +111,7 @@ class TokenCanaries:
         confidence: float = 0.95,
         before: Tensor | None = None,
         false_alarm: float = 1e-3,
+        accountant: IAccountant | None = None,
     ) -> AuditReport:
         """Compare what the model gives away with what is claimed.
 
@@ -121,6 +123,7 @@ class TokenCanaries:
             before: `losses` of the untrained model: scores are then how much each loss fell, which
                 tells more.
             false_alarm: chance of a failure in a run that keeps its promise.
+            accountant: of the run; its whole trade-off curve is compared, too.
         """
         after = self.losses(logits)
         scores: Any = (-after if before is None else before - after).double().numpy()
@@ -131,4 +134,5 @@ class TokenCanaries:
             delta=delta,
             confidence=confidence,
             false_alarm=false_alarm,
+            curve=None if accountant is None else claimed_curve(accountant),
         )

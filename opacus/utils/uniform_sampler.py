@@ -142,7 +142,10 @@ class Groups:
 
     Attributes:
         key: what they are drawn with. It is no secret, unlike the coins that batches are drawn by.
+        latest: number of the group that the latest step was of; -1 before the first.
     """
+
+    latest = -1
 
     def __init__(
         self, count: int, generator: torch.Generator | None = None, shared: bool = False
@@ -180,7 +183,8 @@ class _Keyed(Sampler[list[int]]):
 
     _shared = False
     cyclic = False
-    _before = 0  # batches of all passes before
+    latest = -1  # not told: parts come in the order of a pass
+    _turn = 0  # group of the pass's first batch
     most: int | None = None
     groups: Groups | None = None
     first = 0  # batch of the next pass
@@ -225,11 +229,11 @@ class _Keyed(Sampler[list[int]]):
         again, self._again = self._again, None
         number = self.key.advance(SAMPLING) if again is None else again
         start, self.first = self.first, 0
-        self._before = number * len(self)  # type: ignore[arg-type]
         if self.groups is None:
             self.draws.begin(start, whole=self.cyclic)
         else:
-            self.draws.begin(self._before + start, whole=True, cycle=len(self.groups))
+            self._turn = self.groups.latest + 1 - start
+            self.draws.begin(self._turn + start, whole=True, cycle=len(self.groups))
         for index in range(start, len(self)):  # type: ignore[arg-type]
             yield Coins.of(self.key, (number << 32) + index, epoch)
 
@@ -238,7 +242,7 @@ class _Keyed(Sampler[list[int]]):
         if self.groups is not None:
             count = len(self.groups)
             chosen = poisson_draw(size, min(1.0, sample_rate * count), coins)
-            group = (self._before + coins.number % 2**32) % count
+            group = (self._turn + coins.number % 2**32) % count
             return chosen[self.groups.of(size)[chosen] == group]
         if not self.cyclic:
             return poisson_draw(size, sample_rate, coins)

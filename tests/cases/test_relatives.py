@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
+from opacus.core.record import whose
 from tests.helpers.moves import is_refusal
 from tests.helpers.units import CLIP, assert_right, clipped_sum, private, step
 
@@ -65,6 +66,18 @@ class Queries(nn.Module):
         return F.scaled_dot_product_attention(self.q.expand(len(x), -1, -1), x, x).mean(1)
 
 
+class Windows(nn.Module):
+    """One bias for all windows of all samples, computed by a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.head = nn.Embedding(2, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 2, D) + self.bias(torch.arange(2)[None])
+        return self.head(rows.tanh().view(len(x), T, D).mean(1))
+
+
 def codes(net: Any, x: Tensor) -> Tensor:
     h = net.a(x)
     chosen = net.code(torch.cdist(h.detach(), net.code.weight.detach()).argmin(-1))
@@ -102,6 +115,7 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Net(cached, b=parametrizations.weight_norm(nn.Linear(D, D))),
         (D,),
     ),
+    "one bias for all windows": (Windows, (T, D)),
     "cached orthogonal": (
         lambda: Net(cached, b=parametrizations.orthogonal(nn.Linear(D, D))),
         (D,),
@@ -187,20 +201,11 @@ def test_samples_that_meet(kind: str, mode: str) -> None:
     assert all(p.grad is None or float(p.grad.norm()) <= CLIP * B for p in made[1].params)
 
 
-class Windows(nn.Module):
-    """One bias for all windows of all samples, computed by a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias, self.head = nn.Embedding(2, D), nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, 2, D) + self.bias(torch.arange(2)[None])
-        return self.head(rows.tanh().view(len(x), T, D).mean(1))
-
-
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_row_for_all_windows_is_refused_by_name(mode: str) -> None:
+def test_where_nothing_is_followed_a_row_for_all_windows_is_refused_by_name(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whose, "can_follow", lambda *args: False)
     made = private(Windows(), mode, B)
     with pytest.raises(ValueError, match=r"layers \['bias'\] ran once for all samples.*expand"):
         step(made, *batch(T, D))

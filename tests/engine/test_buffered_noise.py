@@ -118,6 +118,7 @@ def test_groups_take_turns_and_items_are_drawn_at_their_rate() -> None:
     for step, batch in enumerate(b for _ in range(2) for b in sampler):  # passes of 10 batches
         assert {int(g) for g in of[batch]} == {step % groups}
         drawn[batch] += 1
+        sampler.groups.latest = step % groups  # as a step says
     assert abs(float(drawn.sum()) - 20 * size * rate) < 6 * math.sqrt(20 * size * rate)
     # Five tosses of 0.2 each: 0.2627 of the items come more than once.
     assert abs(float((drawn > 1).double().mean()) - 0.26272) < 6 * math.sqrt(0.194 / size)
@@ -158,6 +159,36 @@ def test_a_batch_left_out_is_refused() -> None:
             for number, (x, y) in enumerate(run.loader):
                 if number != 1:
                     run.step(x, y)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_groups_go_on_in_their_turn(secure: bool) -> None:
+    """After a pass that is left early, and in a resumed run, whose loader is a new one."""
+    plan = CorrelatedNoise((1.0,), 12, 3, strategy=(1.0, 0.6))
+
+    def started() -> Run:
+        return Run(model(), seed=None, secure=secure, correlated_noise=plan)
+
+    run = started()
+    run.train(1)  # groups 0, 1, 2, 0
+    run.step(*next(iter(run.loader)))  # 1
+    file = io.BytesIO()
+    run.engine.save_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
+    file.seek(0)
+    resumed = started()
+    own, other = (r.loader.batch_sampler.groups for r in (run, resumed))
+    assert not torch.equal(own.of(ROWS), other.of(ROWS))
+    resumed.engine.load_checkpoint(path=file, module=resumed.model, optimizer=resumed.optimizer)
+    assert torch.equal(own.of(ROWS), other.of(ROWS)) and own.latest == other.latest == 1
+    targets = data().tensors[0]
+    for each in (run, resumed):
+        each.train(1)
+        for place, (x, _) in enumerate(each.seen[-BATCHES:]):
+            items = (x.unsqueeze(1) == targets).all(-1).nonzero()[:, 1]
+            assert {int(g) for g in own.of(ROWS)[items]} <= {(2 + place) % 3}
+    assert [r for _, r, n in resumed.engine.accountant.history for _ in range(n)] == (
+        [0.75, 0.0, 0.0] * 3
+    )
 
 
 def test_more_groups_than_batches_are_refused() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import finetune_smollm2 as script
 import pytest
 from smollm2 import FILE
+from text_data import Texts
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +48,18 @@ def test_every_model_is_scored_saved_and_shown(tmp_path, capsys, full):
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
+def test_reviews_of_both_kinds_are_drawn():
+    texts = Texts([f"review {i}" for i in range(100)], [1] * 50 + [0] * 50)
+    drawn = script.as_answers(texts, 20)
+    assert len(drawn) == 20
+    assert {turns[0].text for turns in drawn.texts} == set(script.PROMPTS)
+    assert all(
+        (turns[0].text == script.PROMPTS[1]) == (int(turns[1].text.split()[1]) < 50)
+        for turns in drawn.texts
+    )
+    assert script.as_answers(texts, 20) == drawn
+
+
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
@@ -70,3 +83,8 @@ def test_the_table_of_the_readme_is_that_of_the_results():
     for run in runs:
         epsilon = "" if run["epsilon"] is None else f"{run['epsilon']:.2f}"
         assert f"| {run['name']} | {run['perplexity']:.1f} | {epsilon} |" in text
+    before, private, plain = json.loads((folder / "results" / "smollm2_full_cpu.json").read_text())[
+        "runs"
+    ]
+    said = f"{before['perplexity']:.1f} before, {private['perplexity']:.1f} at epsilon 8, "
+    assert said + f"{plain['perplexity']:.1f} without privacy" in text

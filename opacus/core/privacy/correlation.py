@@ -11,7 +11,13 @@ from opacus.core.privacy.key import RunKey
 
 
 class Split(Protocol):
-    """The parts that the data were split into: what draws batches."""
+    """The parts that the data were split into: what draws batches.
+
+    Attributes:
+        latest: Number of the latest step's part, told where parts take turns.
+    """
+
+    latest: int
 
     @property
     def key(self) -> RunKey:
@@ -91,6 +97,12 @@ class Correlation:
                 "what they are"
             )
         self._parts, self._part, self._shift = parts, part, shift
+        self._tell_split()
+
+    def _tell_split(self) -> None:
+        """Groups of the data take turns, from where the latest step was."""
+        if self.plan.groups is not None and self.split is not None:
+            self.split.latest = self._part
 
     def past(self, number: int, std: float) -> list[tuple[float, int]]:
         """Weights and numbers of the earlier steps whose draws are made again for a step's noise.
@@ -152,6 +164,7 @@ class Correlation:
             self.buffers.clear()
         if self.split is not None and state["split"] is not None:
             self.split.key.adopt(bytes.fromhex(state["split"]))
+        self._tell_split()
 
     def _described(self) -> dict[str, Any]:
         plan, parts = self.plan, None if self.split is None else len(self.split)

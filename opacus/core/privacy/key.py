@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,8 @@ class RunKey:
     knows them. The numbers for it are drawn when the object is made; what happens to the generator
     afterwards changes nothing.
 
-    A copy (``copy.deepcopy``, ``pickle``) gets a key of its own, from the operating system.
+    A copy (``copy.deepcopy``, ``pickle``) gets a key of its own, from the operating system, and so
+    does a forked process, except of a seeded key.
 
     Args:
         generator: A seeded source.
@@ -91,6 +93,7 @@ class RunKey:
         self._secret = seed_bytes(generator) if self.seeded else None
         self._key: Key | None = None
         self._derived: dict[tuple[bytes, str, str], bytes] = {}
+        _KEYS.add(self)
 
     @property
     def key(self) -> Key:
@@ -204,6 +207,30 @@ class RunKey:
         """Without the secret: two copies would draw the same noise for different sums."""
         lost: dict[str, Any] = {"seeded": False, "_secret": None, "_key": None}
         return {**vars(self), **lost, "_derived": {}, "_earlier": [], "_next": self.numbers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _KEYS.add(self)
+
+    def part(self) -> None:
+        """This process was forked: its noise must not be that of the process that goes on."""
+        if self._key is None or self.seeded:
+            return
+        if self.keeps_past and self.step:
+            self._earlier = [*self._earlier, (self.step, self._key)]
+        self.renew()
+
+
+_KEYS: weakref.WeakSet[RunKey] = weakref.WeakSet()
+
+
+def _part_from_parent() -> None:
+    for key in list(_KEYS):
+        key.part()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_part_from_parent)
 
 
 class SystemGenerator(torch.Generator):

@@ -97,6 +97,8 @@ def test_sensitivity_of_optimised_weights_is_a_bound(separation: int) -> None:
 class Parts:
     """A split of the data, with a key of its own."""
 
+    latest = -1
+
     def __init__(self, count: int) -> None:
         self.count, self.key = count, RunKey()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import pickle
 
 import pytest
@@ -202,3 +203,24 @@ def test_sums_that_are_not_contiguous(dtype: torch.dtype) -> None:
         Single(torch.Generator().manual_seed(1)).noised(1.0, [total], [dtype], in_place=True)
     )
     assert torch.equal(in_place[0], flat[0]) and (in_place[0] is total) == (dtype == total.dtype)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_has_noise_of_its_own(seeded: bool) -> None:
+    """Two processes would release different sums with one noise; a seed asks for just that."""
+    key = RunKey(torch.Generator().manual_seed(0) if seeded else None)
+    key.keeps_past = True
+    past, number = key.stream(NOISE, "weight", 0), key.advance(NOISE)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = key.stream(NOISE, "weight", number), key.stream(NOISE, "weight", number + 1)
+        os.write(writing, b"".join(found))
+        os._exit(0)
+    os.waitpid(child, 0)
+    own = key.stream(NOISE, "weight", number + 1)
+    of_child = os.read(reading, 1000)
+    assert of_child[: len(past)] == past == key.stream(NOISE, "weight", 0)  # for correlated noise
+    assert (of_child[len(past) :] == own) == seeded
