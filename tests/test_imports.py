@@ -43,6 +43,7 @@ ALLOWED = {
     },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
+    "memory_curve": set(),
 }
 # Only the top imports the engine.
 ON_TOP = {
