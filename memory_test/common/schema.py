@@ -77,7 +77,6 @@ PARTS: dict[str, Kinds] = {
                  "times_ms": list},
     "finetuning": {"trained": str, "trainer": str, "epsilon": (*NUMBER, None), "tried": bool},
     "stored_dtypes": {"stored": str, "seed": int, "accuracy": NUMBER, "loss": NUMBER},
-    "memory_curves": {"limit_gib": NUMBER, "ms": NUMBER, "ways": dict},
     "on_paper": {"model": str, "cards": int, "batch": int, "peak_gib": NUMBER, "fits": bool,
                  "ratio": NUMBER, "tokens_per_second": int, "breaks_first": str},
     "noise_kernels": {"generator": str, "elements": int, "ms": NUMBER},

@@ -38,12 +38,13 @@ def test_every_mixture_is_exact_on_ranks() -> None:
     clip, want = one.expected(one.build())
     found = run_distributed(job, 2, clip, reduced_once.expected(2)[0], timeout=150)
     reduced_once.check([physical for _, physical in found], 2)
-    for results, _ in found:
+    for rank, (results, _) in enumerate(found):
         for case, (grads, replayed) in zip(CASES, results, strict=True):
             one.close(grads, want)
             # From the second step on all ranks decide from the least of their numbers.
             least = min([b for b in case[2] if b is not None], default=None)
-            assert (replayed > 0) is (least is not None), case
+            # A made-up row, like a lone sample, runs without taps: there is nothing to hold.
+            assert (replayed > 0) is (least is not None and case[3][rank] > 1), case
 
 
 def test_sums_of_physical_batches_are_reduced_once_on_four_ranks() -> None:
