@@ -22,7 +22,6 @@ ALLOWED = {
     "auditing": {"accountants"},
     "__main__": {"planning"},
     "version": set(),
-    "memory_curve": set(),
     "layers": {"core", "utils"},
     "validators": {"core", "layers", "utils"},
     "schedulers": set(),

@@ -144,7 +144,7 @@ ROWS: dict[str, str] = {
     "quantised bases, FSDP2": (
         "distributed/test_peft_sharded.py::test_adapters_of_a_quantised_base_on_two_ranks"
     ),
-    "nf4 and int8 of bitsandbytes": "none: not among the packages of the tests",
+    "nf4 and int8 of bitsandbytes": "none: not among the packages of the tests; right by hand, 0.50.2",
     "low-bit and other optimizers": (
         "engine/test_several_optimizers.py::test_other_optimizers_step_as_without_privacy"
     ),
