@@ -39,7 +39,7 @@ def check_prv_against_opacus(case: dict[str, Any]) -> None:
     """
     epsilon = book("prv", case).get_epsilon(case["delta"])
     if epsilon < book("rdp", case).get_epsilon(case["delta"]):
-        assert epsilon == pytest.approx(case["prv"], rel=0.01, abs=5e-4), case
+        assert epsilon == pytest.approx(case["prv"], rel=0.01, abs=1e-3), case
     else:
         assert (case["pld"] or 0.0) * 0.97 - 1e-3 <= epsilon <= 1.01 * case["prv"], case
 

@@ -477,4 +477,4 @@ def test_the_worked_example_of_the_documentation() -> None:
         assert f"**{round(value.item(), 3):g}**" in text, value
     alone = torch.cat(parts).sqrt().tolist()
     assert "{:.3f}, {:.3f}, {:.3f} and {:.3f}".format(*alone) in text
-    assert f"{6 / norms[0]:.4f}" in text and f"= {alone[0] + alone[2]:.3f}$" in text
+    assert f"{6 / norms[0]:.4f}" in text and f"= {alone[0] + alone[2]:.3f} is" in text

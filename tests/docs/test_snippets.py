@@ -125,7 +125,8 @@ def plan_of(text: str) -> list[tuple[str, ...]]:
     """Head, and name and class of each layer, of what `explain()` prints."""
     lines = [line.split() for line in text.splitlines()]
     start = next(i for i, words in enumerate(lines) if words[:2] == ["layer", "kind"])
-    body = [words for words in lines[start + 1 :] if len(words) > 7]
+    end = next((i for i in range(start, len(lines)) if not lines[i]), len(lines))
+    body = [words for words in lines[start + 1 : end] if len(words) > 7]
     return [tuple(lines[start]), *((words[0], words[1]) for words in body)]
 
 

@@ -186,7 +186,8 @@ def test_explain_says_which_mode_and_why_and_then_the_plan() -> None:
         loss_fn(model(torch.randn(4, 4)), TARGETS).backward()
         optimizer.step()
         optimizer.zero_grad()
-        head, table = model.explain().split("\n\n")
+        head, table, *more = model.explain().split("\n\n")
+        assert more
         assert head.splitlines()[0] == "grad_sample_mode='auto' chose 'ghost_bk':"
         assert len(head.splitlines()) == 4 and "not sharded" in head, step
         assert [line.split()[0] for line in table.splitlines()] == ["layer", "2", "0"]

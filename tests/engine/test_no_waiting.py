@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.kernels.norms import reference
 from opacus.core.privacy import clipping
-from opacus.core.sums import one_pass, strategy
+from opacus.core.sums import one_pass, two_pass
 from opacus.optimizers import utils
 from tests.core.rules.dispatched import Dispatched
 from tests.helpers.distributed import run_distributed
@@ -118,7 +118,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (clipping, utils):
         monkeypatch.setattr(module, "excluded_or_none", lambda excluded: excluded)
     # There the device itself decides on a replay that differs, and on norms to be mended.
-    for module in (strategy, one_pass):
+    for module in (two_pass, one_pass):
         monkeypatch.setattr(module, "compared", lambda seen, advice: (seen.differs(), None)[1])
     monkeypatch.setattr(reference, "_settle", lambda a, g, total: total[0])
 

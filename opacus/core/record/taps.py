@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
@@ -186,6 +187,8 @@ class Taps:
             raise given.refusal(f"goes into {use.spec}, where it meets the samples' rows")
         if use.forward_pass.made_up or self.in_backward or number_of_backward() >= 0:
             return None
+        if any(is_dtensor(t) for t in outputs):
+            return None  # of a layer that is split over ranks
         return self.whose.sharing(use, outputs)
 
     def _computed_again(self, use: Use) -> None:
