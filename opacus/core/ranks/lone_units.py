@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from opacus.core.platform.torch_internals import (
+    TakenOff,
     at_end_of_backward,
     gathered_by,
     number_of_backward,
     outside_graphs,
+    put_back,
     take_off,
 )
 from opacus.core.record.layers import Layer, is_alias
@@ -45,7 +47,7 @@ class LoneSampleOfUnits(LoneSample):
         self._limits = limits
         self._recorder = weakref.ref(recorder)
         self._use: WholeUse | None = None
-        self._entered: list[tuple[nn.Module, list[Place]]] = []
+        self._entered: list[tuple[nn.Module, list[Place], TakenOff]] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[tuple[Layer, str, str]]]
         self._units = weakref.WeakKeyDictionary()
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -66,13 +68,12 @@ class LoneSampleOfUnits(LoneSample):
         self.end()
         self.running = True
         self._use = self._waiting(_UseOfUnits(forward_pass, self._sink))
-        self._off = take_off(self._off_duty)
         return True
 
     def end(self) -> None:
         """See :meth:`LoneSample.end`."""
         while self._entered:
-            _put_back(self._entered.pop()[1])
+            self._out()
         self._use = None
         super().end()
 
@@ -97,7 +98,10 @@ class LoneSampleOfUnits(LoneSample):
             alias = aliases.get(owner)
             places.append((own, local, parameter, parameter.detach() if alias is None else alias))
             own[local] = places[-1][3]  # type: ignore[assignment]
-        self._entered.append((unit, places))
+        # Off where it runs again, too: a compiled unit must be the same to the compiler.
+        here = {id(layer) for layer, _, _ in self._units[unit]}
+        off = take_off(handle for layer, handle in self._off_duty if id(layer) in here)
+        self._entered.append((unit, places, off))
 
     def _run_again(self) -> WholeUse | None:
         """The pass whose unit a checkpoint runs again: it meets aliases, as in the forward pass.
@@ -113,7 +117,14 @@ class LoneSampleOfUnits(LoneSample):
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
         if self._entered and self._entered[-1][0] is unit:
-            _put_back(self._entered.pop()[1])
+            self._out()
+
+    def _out(self) -> None:
+        _, places, off = self._entered.pop()
+        put_back(off)
+        for own, local, parameter, alias in places:
+            if own.get(local) is alias:
+                own[local] = parameter
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_use": None, "_entered": [], "_units": {}}
@@ -150,9 +161,3 @@ def _places(layers: Sequence[Layer], names: set[str]) -> list[tuple[Layer, str, 
         for name, owner in layer.owners.items()
         if owner in names
     ]
-
-
-def _put_back(places: list[Place]) -> None:
-    for own, local, parameter, alias in places:
-        if own.get(local) is alias:
-            own[local] = parameter

@@ -69,7 +69,7 @@ class LoneSample:
         self._layers = layers
         self._handles = handles
         self._sink = sink
-        self._off_duty: list[Any] = []  # those that are taken off
+        self._off_duty: list[tuple[Layer, Any]] = []  # those that are taken off
         self.running = False
         self._proven = False
         self.ruled_out: str | None = None
@@ -105,7 +105,8 @@ class LoneSample:
         self._proven = True
         watched = {used[0], used[-1]}
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
-            self._off_duty += [before] if layer.spec.name in watched else [before, after]
+            off = [before] if layer.spec.name in watched else [before, after]
+            self._off_duty += [(layer, handle) for handle in off]
 
     def waits_alone(self, waiting: Collection[Any]) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""
@@ -142,7 +143,7 @@ class LoneSample:
         for own, local, owner, parameter in places:
             self._replaced.append((own, local, parameter, aliases[owner]))
             own[local] = aliases[owner]  # type: ignore[assignment]
-        self._off = take_off(self._off_duty)
+        self._off = take_off(handle for _, handle in self._off_duty)
         return True
 
     def _waiting(self, use: WholeUse) -> WholeUse:
