@@ -9,7 +9,7 @@ its parameters take no part, and reduces nothing: the sum is reduced once it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,10 +23,19 @@ from opacus.core.platform.torch_internals import (
     put_back,
     take_off,
 )
-from opacus.core.record.layers import Layer, is_alias
+from opacus.core.record.layers import is_alias
 from opacus.core.record.record import ForwardPass
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import LoneSample, Place, WholeSink, WholeUse, aliases_of
+from opacus.core.record.whole import (
+    LoneSample,
+    Name,
+    Place,
+    WholeSink,
+    WholeUse,
+    names_of,
+    put_aliases,
+    trainable,
+)
 from opacus.core.sums.limits import Limits
 
 
@@ -48,11 +57,10 @@ class LoneSampleOfUnits(LoneSample):
         self._recorder = weakref.ref(recorder)
         self._use: WholeUse | None = None
         self._entered: list[tuple[nn.Module, list[Place], TakenOff]] = []
-        self._units: weakref.WeakKeyDictionary[nn.Module, list[tuple[Layer, str, str]]]
-        self._units = weakref.WeakKeyDictionary()
+        self._units: weakref.WeakKeyDictionary[nn.Module, list[Name]] = weakref.WeakKeyDictionary()
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
         for unit, names in gathered_by(model).items():
-            self._units[unit] = _places(recorder.layers, names)
+            self._units[unit] = [name for name in names_of(recorder.layers) if name[2] in names]
             recorder.handles += [  # after FSDP2's own, which gathers
                 unit.register_forward_pre_hook(enter),
                 unit.register_forward_hook(leave, always_call=True),
@@ -82,22 +90,8 @@ class LoneSampleOfUnits(LoneSample):
         use = self._use or self._run_again()
         if use is None:
             return
-        parameters: dict[str, nn.Parameter] = {}
-        found = []
-        for layer, name, owner in self._units[unit]:
-            own, local = layer.place(name)
-            parameter = own.get(local)
-            if parameter is None or not parameter.requires_grad or is_alias(parameter):
-                continue
-            if name not in layer.unheld:
-                parameters[owner] = parameter
-            found.append((own, local, owner, parameter))
-        aliases = aliases_of(parameters, use) if parameters else {}
-        places: list[Place] = []
-        for own, local, owner, parameter in found:
-            alias = aliases.get(owner)
-            places.append((own, local, parameter, parameter.detach() if alias is None else alias))
-            own[local] = places[-1][3]  # type: ignore[assignment]
+        found = [one for one in trainable(self._units[unit]) if not is_alias(one.parameter)]
+        places = put_aliases(found, use)
         # Off where it runs again, too: a compiled unit must be the same to the compiler.
         here = {id(layer) for layer, _, _ in self._units[unit]}
         off = take_off(handle for layer, handle in self._off_duty if id(layer) in here)
@@ -151,13 +145,3 @@ class _UseOfUnits(WholeUse):
     def _all(self) -> None:
         grads, self._grads = self._grads, {}
         super().deliver(grads)
-
-
-def _places(layers: Sequence[Layer], names: set[str]) -> list[tuple[Layer, str, str]]:
-    """Where layers have these parameters: the layer, its name there, and in the model."""
-    return [
-        (layer, name, owner)
-        for layer in layers
-        for name, owner in layer.owners.items()
-        if owner in names
-    ]

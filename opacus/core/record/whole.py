@@ -13,8 +13,8 @@ Note [Parameters through one node]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ VARIABLE = "OPACUS_LONE_SAMPLE"
 WholeSink = Callable[[ForwardPass, dict[str, Tensor]], None]
 # An alias in place of a parameter: a module's parameters, the name, the parameter, its alias.
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
+# A layer's parameter: the layer, the name there, the name in the model.
+Name = tuple[Layer, str, str]
 
 
 def lone_sample_from_environment() -> bool:
@@ -120,29 +122,11 @@ class LoneSample:
         """
         self.end()
         self.running = True
-        parameters: dict[str, nn.Parameter] = {}
-        places = []
-        for layer in self._layers:
-            for name, owner in layer.owners.items():
-                own, local = layer.place(name)
-                parameter = own.get(local)
-                if parameter is not None and is_alias(parameter):
-                    return False
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if name in layer.unheld:
-                    unheld = parameter.detach()
-                    self._replaced.append((own, local, parameter, unheld))
-                    own[local] = unheld  # type: ignore[assignment]
-                else:
-                    parameters[owner] = parameter
-                    places.append((own, local, owner, parameter))
-        if not places:
+        found = trainable(names_of(self._layers))
+        ours = any(one.owner for one in found) and not any(is_alias(one.parameter) for one in found)
+        if not ours:
             return False
-        aliases = aliases_of(parameters, self._waiting(WholeUse(forward_pass, self._sink)))
-        for own, local, owner, parameter in places:
-            self._replaced.append((own, local, parameter, aliases[owner]))
-            own[local] = aliases[owner]  # type: ignore[assignment]
+        self._replaced = put_aliases(found, self._waiting(WholeUse(forward_pass, self._sink)))
         self._off = take_off(handle for _, handle in self._off_duty)
         return True
 
@@ -216,11 +200,53 @@ class WholeUse:
             sink(self.forward_pass, {name: grad.detach() for name, grad in grads.items()})
 
 
-def aliases_of(parameters: Mapping[str, nn.Parameter], use: WholeUse) -> dict[str, Tensor]:
-    """Aliases of parameters, by name, through one node; their gradients go to ``use``."""
+class Trainable(NamedTuple):
+    """A trainable parameter where a layer has it.
+
+    Attributes:
+        own: The parameters of the module.
+        local: Its name among them.
+        owner: Its name in the model; ``None`` if no optimizer holds it.
+    """
+
+    own: dict[str, nn.Parameter | None]
+    local: str
+    owner: str | None
+    parameter: nn.Parameter
+
+
+def names_of(layers: Iterable[Layer]) -> Iterator[Name]:
+    """Every parameter of the layers."""
+    return ((layer, name, owner) for layer in layers for name, owner in layer.owners.items())
+
+
+def trainable(names: Iterable[Name]) -> list[Trainable]:
+    """Those of these parameters that are there and trainable now."""
+    found = []
+    for layer, name, owner in names:
+        own, local = layer.place(name)
+        parameter = own.get(local)
+        if parameter is not None and parameter.requires_grad:
+            held = None if name in layer.unheld else owner
+            found.append(Trainable(own, local, held, parameter))
+    return found
+
+
+def put_aliases(found: Sequence[Trainable], use: WholeUse) -> list[Place]:
+    """Replace parameters by aliases through one node, whose gradients go to ``use``.
+
+    One that no optimizer holds is replaced by a detached one.
+    """
+    parameters = {one.owner: one.parameter for one in found if one.owner is not None}
     names = tuple(parameters)
-    aliases = _Aliases.apply(ANCHOR, use, names, list(parameters.values()))
-    return dict(zip(names, aliases, strict=True))
+    nodes = _Aliases.apply(ANCHOR, use, names, list(parameters.values())) if names else ()
+    aliases = dict(zip(names, nodes, strict=True))
+    places: list[Place] = []
+    for own, local, owner, parameter in found:
+        alias = parameter.detach() if owner is None else aliases[owner]
+        own[local] = alias  # type: ignore[assignment]
+        places.append((own, local, parameter, alias))
+    return places
 
 
 class _Aliases(torch.autograd.Function):
