@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
-from opacus.core.norms.kept import Kept, Queue
+from opacus.core.norms.kept import Kept, Queue, keep
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
@@ -138,11 +137,7 @@ class NormLedger:
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
         formed = self.kept.formed
         left = [owner for owner in formed if owner not in self._norm_sq]
-        if self.kept.rounded:
-            squares = self.kept.squares(left)
-        else:
-            squares = dict(zip(left, sums_of_squares([formed[o] for o in left]), strict=True))
-        for owner, norm_sq in squares.items():
+        for owner, norm_sq in self.kept.squares(left).items():
             self._accumulate(owner, norm_sq)
         return self._norm_sq
 
@@ -151,9 +146,7 @@ class NormLedger:
         if self.planner is None:
             return
         for record in records:
-            if record.borrowed:
-                record.hold()
-            record.versions = [t._version for t in record.tensors]
+            keep(record)
         self.kept.held += records
 
     def settle(
