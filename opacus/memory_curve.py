@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,7 @@ def curve(
             row |= _measured(step, steps, warm, cuda)
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).split(".")[0]
-        planner = model._strategy.planner
-        row["ways"] = dict(Counter(choice.what for choice in planner.choices.values()))
+        row["ways"] = model._strategy.planner.ways
         gc.collect()
     setattr(model, "memory_budget" if cuda else "held_budget", None)
     return rows

@@ -17,6 +17,7 @@ All are exact; the choice changes speed and memory only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
@@ -24,8 +25,8 @@ from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
 from opacus.core.sums.limits import in_use
-from opacus.core.sums.rates import rates_of
-from opacus.core.sums.report import Report, counted
+from opacus.core.sums.rates import host_rate, rates_of
+from opacus.core.sums.report import Report
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.seen import Seen
 
@@ -135,7 +136,7 @@ class Planner:
         expected = guess if known is None else known
         if self.host_bytes + expected > self.host_budget:
             return False
-        back = expected / rates_of(*visit.place).host
+        back = expected / host_rate(visit.place[0])
         if back > self._again(visit):
             return False
         visit.leaves = True
@@ -247,14 +248,18 @@ class Planner:
             known = self._known[key] = compare(record, self.rounding is not None)
         return known
 
+    @property
+    def ways(self) -> dict[str, int]:
+        """How many layers the latest step held in each way, the most first."""
+        return dict(Counter(choice.what for choice in self.choices.values()).most_common())
+
     def summary(self) -> str:
         """What the latest step was expected to need, and what it needed."""
         extra = dict(self.extra)
         for choice in self.choices.values():
             if choice.what in choice.bytes:
                 extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
-        ways = counted([choice.what for choice in self.choices.values()])
-        return self.report.text(ways, self.held_bytes, self.host_bytes, extra)
+        return self.report.text(self.ways, self.held_bytes, self.host_bytes, extra)
 
     def table(self) -> str:
         """The plan of the latest backward pass, a line for each layer."""

@@ -15,12 +15,10 @@ class Rates:
     Attributes:
         multiply_adds: Multiply-adds a second of a large matrix product.
         bytes: Bytes a second that are read or written.
-        host: Bytes a second from host memory.
     """
 
     multiply_adds: float
     bytes: float
-    host: float = 1e10
 
 
 # A CPU core, roughly. Only ratios matter, and only to choose between exact methods.
@@ -41,10 +39,17 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     copied = torch.empty_like(block)
     product = _seconds(lambda: torch.mm(square, square))
     copy = _seconds(lambda: copied.copy_(block))
-    there = torch.empty_like(block, device="cpu", pin_memory=True)
-    back = _seconds(lambda: copied.copy_(there, non_blocking=True))
-    size = block.numel()
-    return Rates(multiply_adds=side**3 / product, bytes=2 * size / copy, host=size / back)
+    return Rates(multiply_adds=side**3 / product, bytes=2 * block.numel() / copy)
+
+
+@functools.cache
+def host_rate(device: torch.device) -> float:
+    """Bytes a second from host memory; measured like :func:`rates_of`, where it is asked for."""
+    if device.type != "cuda":
+        return CPU.bytes
+    there = torch.empty(1 << 26, dtype=torch.int8, device="cpu", pin_memory=True)
+    here = torch.empty_like(there, device=device, pin_memory=False)
+    return there.numel() / _seconds(lambda: here.copy_(there, non_blocking=True))
 
 
 def _seconds(function: object, repeats: int = 5) -> float:

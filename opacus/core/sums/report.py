@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +70,3 @@ class Report:
 
     def __reduce__(self) -> tuple[type[Report], tuple[()]]:
         return Report, ()  # of no step yet
-
-
-def counted(ways: list[str]) -> dict[str, int]:
-    """How many layers there are of each way, the most first."""
-    return dict(Counter(ways).most_common())
