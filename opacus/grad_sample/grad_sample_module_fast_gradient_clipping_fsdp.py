@@ -186,11 +186,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _gather(self, layer: Layer) -> None:
         """Gather a layer whose gradient came past FSDP2: its output was computed anew for it."""
         name, owner = next(iter(layer.owners.items()))
-        if is_dtensor(layer.parameter(name)) and not tensor_parallel_names(self._module):
-            for unit, names in gathered_by(self._module).items():
-                if owner in names:
-                    gather_in_backward(unit)
-                    return
+        split = isinstance(layer.rule, TensorParallelRule)  # these are DTensors when gathered, too
+        if split or not is_dtensor(layer.parameter(name)):
+            return
+        for unit, names in gathered_by(self._module).items():
+            if owner in names:
+                gather_in_backward(unit)
+                return
 
     def norm_pass(
         self, losses: Tensor, retain_graph: bool = False, loss_scale: float | None = None
