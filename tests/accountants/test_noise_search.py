@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from opacus.accountants import RDPAccountant, create_accountant, register_accountant, registry
+from opacus.accountants import (
+    IAccountant,
+    RDPAccountant,
+    create_accountant,
+    register_accountant,
+    registry,
+)
 from opacus.accountants.utils import MAX_SIGMA, get_noise_multiplier
 
 BUDGET: dict[str, Any] = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01}
@@ -133,11 +139,10 @@ CORNERS = [
 ]
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
-@pytest.mark.parametrize("target, delta, rate, steps", CORNERS)
-def test_corners_take_seconds(
+def found_in_seconds(
     accountant: str, target: float, delta: float, rate: float, steps: int
-) -> None:
+) -> tuple[float, IAccountant]:
+    """The noise multiplier for a budget, and the accountant of such a run, which keeps it."""
     start = time.process_time()
     sigma = get_noise_multiplier(
         target_epsilon=target,
@@ -150,6 +155,15 @@ def test_corners_take_seconds(
     book = create_accountant(accountant)
     book.history = [(sigma, rate, steps)]
     assert book.get_epsilon(delta) <= target
+    return sigma, book
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
+@pytest.mark.parametrize("target, delta, rate, steps", CORNERS)
+def test_corners_take_seconds(
+    accountant: str, target: float, delta: float, rate: float, steps: int
+) -> None:
+    sigma, book = found_in_seconds(accountant, target, delta, rate, steps)
     book.history = [(0.8 * sigma, rate, steps)]
     assert book.get_epsilon(delta) > target
 
@@ -169,18 +183,7 @@ LONGEST = [case for case in BOX if case[0] == 0.01 and case[2:] == (1e-7, 10**7)
 def test_all_corners_of_the_range(accountant: str, cases: list[Any]) -> None:
     """Epsilon 0.01 to 1,000, delta 1e-2 to 1e-15, rate 1e-7 to 1, 1 to 10 million steps."""
     for target, delta, rate, steps in cases:
-        start = time.process_time()
-        sigma = get_noise_multiplier(
-            target_epsilon=target,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=accountant,
-        )
-        assert time.process_time() - start < 5.0
-        book = create_accountant(accountant)
-        book.history = [(sigma, rate, steps)]
-        assert book.get_epsilon(delta) <= target
+        sigma, book = found_in_seconds(accountant, target, delta, rate, steps)
         # Where delta alone covers the risk of being drawn, hardly any noise is needed.
         covered = accountant != "rdp" and rate * steps < delta
         assert sigma < 0.01 if covered else book.get_epsilon(delta) >= 0.95 * target

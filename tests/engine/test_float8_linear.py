@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.rules.float8 import coupled_by_scales
 from opacus.validators import ModuleValidator
 from tests.helpers import oracle
+from tests.helpers.replayed_blocks import private
 
 float8 = pytest.importorskip("torchao.float8")
 B, T, D = 4, 3, 16
@@ -42,20 +41,6 @@ def loss_of(model: nn.Module, data: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.transpose(1, 2), data[1], reduction="none").sum(1)
 
 
-def private(model: nn.Module, clip: float, mode: str) -> tuple[Any, ...]:
-    return PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        loss_reduction="sum",
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=B),
-        noise_multiplier=0.0,
-        max_grad_norm=clip,
-        poisson_sampling=False,
-        grad_sample_mode=mode,
-    )
-
-
 @pytest.mark.parametrize("mode", ["ghost_bk", "ghost", "hooks"])
 def test_rowwise_scales_with_a_weight_gradient_in_high_precision_are_exact(mode: str) -> None:
     model = converted("rowwise_with_gw_hp")
@@ -65,7 +50,7 @@ def test_rowwise_scales_with_a_weight_gradient_in_high_precision_are_exact(mode:
     norms = oracle.norms(grads)
     clip = float(norms.median())
     assert (norms > 1.01 * clip).any() and (norms < 0.99 * clip).any()
-    made = private(model, clip, mode)
+    made = private(model, clip, mode, (x, y))
     logits = made[0](x)
     if mode == "hooks":
         loss_of(lambda _: logits, (x, y)).sum().backward()

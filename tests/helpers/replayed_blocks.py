@@ -62,13 +62,16 @@ def loss_of(model: nn.Module, data: Any) -> Tensor:
     return nn.functional.cross_entropy(model(data[0]), data[1], reduction="none")
 
 
-def private(model: nn.Module, clip: Any, mode: str = "ghost_bk", **how: Any) -> tuple[Any, ...]:
+def private(
+    model: nn.Module, clip: Any, mode: str = "ghost_bk", data: Any = None, **how: Any
+) -> tuple[Any, ...]:
+    data = batch() if data is None else data
     return PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         criterion=nn.CrossEntropyLoss(reduction="sum"),
         loss_reduction="sum",
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=B),
+        data_loader=DataLoader(TensorDataset(*data), batch_size=len(data[0])),
         noise_multiplier=0.0,
         max_grad_norm=clip,
         poisson_sampling=False,
