@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.platform.sharded import compute_device
-from opacus.core.record.record import ForwardPass, Generation, Record, trains
+from opacus.core.record.passes import ForwardPass, Generation
+from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import scale_rows
 from opacus.core.sums.strategy import Ghost

@@ -19,7 +19,8 @@ from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.blocks import Blocks, replayable
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay

@@ -21,7 +21,8 @@ from opacus.core.platform.profiling import FIRST_BACKWARD, timed
 from opacus.core.platform.sizes import DEFERRED_SHARE
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.float8 import scaled_factors
 from opacus.core.kernels.sums.weighted_sum import weighted_sum_each
-from opacus.core.norms.host_memory import bring_back, fetch, is_away
+from opacus.core.norms.host_memory import bring_back, fetch
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
 from opacus.core.record.record import Record
@@ -116,9 +116,11 @@ class KeptSums:
         self.weighting = weighting
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
+        self._excluded = weighting.masked
         self._some_are_away = bool(kept.away)
         for record in kept.take_held():
-            self._some_are_away = self._some_are_away or is_away(record)
+            if not record.tensors:
+                self._some_are_away = True
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
 
@@ -138,8 +140,9 @@ class KeptSums:
             owner: Its name.
             more: Further ones.
         """
-        kept, excluded = self.kept, self.weighting.masked
-        factors = self.weighting.factors_of(owner)
+        kept, excluded, factors = self.kept, self._excluded, self.weighting.shared
+        if factors is None:
+            factors = self.weighting.clipped.of(owner)
         if owner in kept.rounded:
             factors = scaled_factors(factors, kept.rounded.pop(owner).scales, excluded)
         later: list[Callable[[], Tensor]] = [
@@ -155,7 +158,7 @@ class KeptSums:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
-            if is_away(record):
+            if not record.tensors:
                 bring_back(record)
             record.check_unchanged()
             self._grads[id(record)] = self.weighting.sums(record)
