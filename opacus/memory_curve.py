@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
+from opacus.core.sums.report import GIB
 
 
 def curve(

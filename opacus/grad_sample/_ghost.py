@@ -15,7 +15,7 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.strategy import Ghost
-from opacus.grad_sample._norms import Norms, Ordinary
+from opacus.grad_sample._norms import Norms, OrdinaryNorms
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 
 
@@ -161,7 +161,7 @@ class GhostNorms(GhostSettings):
 
     trainable_parameters: list[nn.Parameter]
     _norms: Norms
-    _ordinary: Ordinary
+    _ordinary: OrdinaryNorms
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
