@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
+from opacus.core.platform.host_copies import to_host
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
@@ -36,6 +37,7 @@ class Shards:
         dim: Dimension that is cut.
         size: Elements of the largest shard, which all are padded to.
         dtype: Type in which gradients are summed.
+        home: Kind of device that the shards wait on: the CPU's under ``CPUOffloadPolicy``.
     """
 
     group: dist.ProcessGroup
@@ -44,6 +46,7 @@ class Shards:
     dim: int
     size: int
     dtype: torch.dtype
+    home: str
 
     @property
     def elements(self) -> int:
@@ -88,6 +91,8 @@ class ShardedSink:
         self._small: dict[str, Terms] = {}
         self._elements = 0
         self._flying: list[_Bucket] = []
+        # Shards on their way to host memory, and the event at which they are there.
+        self._leaving: list[tuple[list[str], Tensor, Any]] = []
         self.reductions = 0  # started so far, the same number on all ranks
         self.unreduced = Unreduced()
         self._holding = False  # whether the sums that are put now wait for later ones
@@ -131,6 +136,11 @@ class ShardedSink:
             self._launch()
         while self._flying:
             self._land(self._flying.pop(0))
+        leaving, self._leaving = self._leaving, []
+        for names, values, arrived in leaving:
+            if arrived is not None:
+                arrived.synchronize()
+            self._add(names, values)
 
     @property
     def shared(self) -> bool:
@@ -189,6 +199,7 @@ class ShardedSink:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
         self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
+        self._leaving = []
 
     def _launch(self) -> None:
         waiting, self._waiting, self._elements = self._waiting, {}, 0
@@ -239,11 +250,18 @@ class ShardedSink:
         bucket.work.wait()
         bucket.whole = bucket.work = None
         assert bucket.shard is not None
-        replicas = self._shards_of(bucket.names[0]).replicas
-        if replicas is not None:
-            dist.all_reduce(bucket.shard, group=replicas)
-        parts = bucket.shard.split([self._shards_of(name).size for name in bucket.names])
-        for name, values in zip(bucket.names, parts, strict=True):
+        first = self._shards_of(bucket.names[0])
+        if first.replicas is not None:
+            dist.all_reduce(bucket.shard, group=first.replicas)
+        if first.home == bucket.shard.device.type:
+            self._add(bucket.names, bucket.shard)
+        else:  # beside the sums of the buckets to come
+            self._leaving.append((bucket.names, *to_host(bucket.shard)))
+
+    def _add(self, names: Sequence[str], shard: Tensor) -> None:
+        """Add a bucket's shards to the gradients of its parameters."""
+        parts = shard.split([self._shards_of(name).size for name in names])
+        for name, values in zip(names, parts, strict=True):
             add_shard(self.parameters[name], values)
 
     def _shards_of(self, name: str) -> Shards:
@@ -259,6 +277,7 @@ class ShardedSink:
             "_small": {},
             "_elements": 0,
             "_flying": [],
+            "_leaving": [],
         }
         return {**self.__dict__, **transient, "_holding": False}
 
@@ -308,6 +327,7 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
         dim=dim,
         size=rows * rest,
         dtype=wide,
+        home=local_of(parameter).device.type,
     )
 
 
@@ -316,7 +336,8 @@ def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
 
 
 def _same_reduction(one: Shards, other: Shards) -> bool:
-    return (one.group, one.replicas, one.dtype) == (other.group, other.replicas, other.dtype)
+    names = ("group", "replicas", "dtype", "home")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:

@@ -100,6 +100,9 @@ class Visit:
     def run(self) -> Tensor:
         """Run the block forward as it ran; layers are tapped as the recorder's state asks for.
 
+        Nobody asks for the gradient of what it was given, so none is formed: taps have their place
+        in the graph without it.
+
         Raises:
             RuntimeError: What it was given has been changed in place.
         """
@@ -109,9 +112,7 @@ class Visit:
                 "in place, so that it cannot be run again: leave held_budget and memory_budget "
                 "unset"
             )
-        args, kwargs = tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self.arguments
-        )
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, self.arguments)
         cpu, gpu = self.random
         devices = [] if gpu is None else [torch.cuda.current_device()]
         with torch.random.fork_rng(devices), torch.enable_grad(), self.autocast():
@@ -120,7 +121,12 @@ class Visit:
                 torch.cuda.set_rng_state(gpu)
             output = self.block.module.forward(*args, **kwargs)
         found = _grown(output)
-        assert len(found) == 1
+        if len(found) != 1:
+            raise RuntimeError(
+                f"a block of the model had one result with a gradient, and has {len(found)} when it "
+                "runs again for the clipped sum (reentrant checkpoints do that): leave held_budget "
+                "and memory_budget unset"
+            )
         return found[0]
 
     def versions_now(self) -> list[int]:

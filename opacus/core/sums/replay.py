@@ -12,7 +12,7 @@ from torch import Tensor
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.record.blocks import Block, Visit
 from opacus.core.record.record import Record
-from opacus.core.sums.seen import Seen
+from opacus.core.sums.seen import BLOCK_ADVICE, Seen, described
 from opacus.core.sums.weighting import Weighting
 
 
@@ -67,9 +67,17 @@ class Replay:
                 module.reshard()
 
     def _again(self, visit: Visit) -> None:
+        """Run a block forward and backward.
+
+        Raises:
+            RuntimeError: A layer that was measured does not come again; names it.
+        """
+        missing = set(visit.names)
+
         def take(record: Record) -> None:
             if record.spec.name not in visit.names:
                 return
+            missing.discard(record.spec.name)
             self._seen.replayed(record)
             for name, total in self._weighting.sums(record).items():
                 owner = record.layer.owners[name]
@@ -80,4 +88,6 @@ class Replay:
         with self._recording(visit.forward_pass, take):
             output = visit.run()
             torch.autograd.backward([output], [visit.gradient.to(output.dtype)])
+        if missing:
+            raise RuntimeError(f"{described(min(missing))}: nothing. {BLOCK_ADVICE}")
         visit.arguments = visit.gradient = None
