@@ -83,4 +83,3 @@ class HostMemory:
 
     def __bool__(self) -> bool:
         return bool(self.formed or self._by_owner)
-

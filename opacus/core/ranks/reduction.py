@@ -150,9 +150,22 @@ class ShardedSink:
     @functools.cached_property
     def bytes_needed(self) -> int:
         """See :class:`~opacus.core.sums.terms.GradientSink`: what is filled and what flies."""
-        largest = max((p.numel() for p in self.parameters.values()), default=0)
-        buckets = max(BUCKET_ELEMENTS, largest) + IN_FLIGHT * BUCKET_ELEMENTS
-        return 4 * min(buckets, sum(p.numel() for p in self.parameters.values()))
+        sizes = [p.numel() for p in self.parameters.values()]
+        largest, every = max(sizes, default=0), sum(sizes)
+        filled = 4 * max(BUCKET_ELEMENTS, largest)
+        own = int(self.bytes_of_element * largest)  # a shard, while its terms are still there
+        flying = 4 * IN_FLIGHT * BUCKET_ELEMENTS
+        return min(filled + max(flying, own), 4 * every + own)
+
+    @functools.cached_property
+    def bytes_of_element(self) -> float:
+        """See :class:`~opacus.core.sums.terms.GradientSink`: none of what host memory holds."""
+        here = [
+            local_of(p).nbytes
+            for p in self.parameters.values()
+            if compute_device(p).type == p.device.type
+        ]
+        return sum(here) / max(1, sum(p.numel() for p in self.parameters.values()))
 
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]

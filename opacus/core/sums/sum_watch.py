@@ -131,7 +131,7 @@ def _norms(shards: list[Tensor], devices: list[torch.device]) -> Tensor:
     if not shards:
         return torch.empty(0)
     if all(s.device.type == device.type for s, device in zip(shards, devices, strict=True)):
-        norms = torch._foreach_norm(shards)
+        norms = list(torch._foreach_norm(shards))
     else:
         pairs = zip(shards, devices, strict=True)
         norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
