@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.host_copies import to_host
+from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
-from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
+from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.limits import most_in_use
 from opacus.core.sums.terms import Terms, add_to_grad
 from opacus.core.sums.unreduced import Unreduced
-
-# Buckets whose reduction may run while the next one is filled.
-IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class ShardedSink:
         largest, every = max(sizes, default=0), sum(sizes)
         filled = 4 * max(BUCKET_ELEMENTS, largest)
         own = int(self.bytes_of_element * largest)  # a shard, while its terms are still there
-        flying = 4 * IN_FLIGHT * BUCKET_ELEMENTS
+        flying = 4 * BUCKETS_IN_FLIGHT * BUCKET_ELEMENTS
         return min(filled + max(flying, own), 4 * every + own)
 
     @functools.cached_property
@@ -218,7 +215,7 @@ class ShardedSink:
         waiting, self._waiting, self._elements = self._waiting, {}, 0
         bucket = _Bucket(list(waiting))
         first = self._shards_of(bucket.names[0])
-        if len(self._flying) >= IN_FLIGHT:
+        if len(self._flying) >= BUCKETS_IN_FLIGHT:
             self._land(self._flying.pop(0))
         total = sum(self._shards_of(n).size for n in bucket.names)
         device = next(iter(waiting.values())).factors.device
