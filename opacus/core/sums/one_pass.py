@@ -72,6 +72,7 @@ class OnePass(Ghost):
             held,
             peak,
             in_sum=0 if peak is None else self.sink.bytes_needed,
+            of_element=self.sink.bytes_of_element,
             spare=limits.spare,
             again=limits.again,
         )
