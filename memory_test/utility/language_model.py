@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from memory_test.utility.data import Task, read, split
 
-BLOCKS = 4  # that are trained
+BLOCKS = 2  # that are trained
 RANK = 8
-_TOKENS = 32  # of a review, at most
+_TOKENS = 24  # of a review, at most
 _QUESTION = " This movie is"
 _WORDS = (" bad", " good")
 

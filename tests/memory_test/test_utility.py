@@ -56,7 +56,7 @@ def test_lora_of_a_language_model_begins_as_the_model(tmp_path: Path, monkeypatc
     texts, _ = read(40)
     for (number, last), found in zip(inputs.tolist(), model(inputs), strict=True):
         ids = (
-            tokenizer()(texts[number])["input_ids"][:32] + tokenizer()("This movie is")["input_ids"]
+            tokenizer()(texts[number])["input_ids"][:24] + tokenizer()("This movie is")["input_ids"]
         )
         assert last == len(ids) - 1
         expected = llama()(input_ids=torch.tensor([ids])).logits[0, -1, [3, 4]]
