@@ -22,6 +22,7 @@ from opacus.core.platform.torch_internals import (
     tensor_parallel_names,
 )
 from opacus.core.privacy.clipping import Factors
+from opacus.core.ranks.carried import Carried
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.layout import sum_gradients
@@ -32,6 +33,7 @@ from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares
 from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
+from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample
@@ -160,6 +162,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return LoneSampleOfUnits(
             self._module, self._recorder, strategy.receive_whole, strategy.limits
         )
+
+    def _carried(self, strategy: Ghost) -> Carries | None:
+        """See there; where norms are deferred every layer keeps its record."""
+        shared = self.data_layout == "replicated" or strategy.deferred
+        if shared or not isinstance(strategy, OnePass):
+            return None
+        return Carried(self._module, self._recorder, strategy.receive_formed, strategy.limits)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)

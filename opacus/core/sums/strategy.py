@@ -144,6 +144,7 @@ class Ghost:
         self.summed = Summed()
         self._ordinary: Callable[[Record], None] | None = None
         self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
+        self._ordinary_formed = self._ordinary_whole
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
@@ -161,9 +162,17 @@ class Ghost:
         self,
         sink: Callable[[Record], None],
         whole: Callable[[ForwardPass, Mapping[str, Tensor]], None],
+        formed: Callable[[ForwardPass, Mapping[str, Tensor]], None],
     ) -> None:
-        """Records of backward passes that are not ours, and gradients of lone samples, go there."""
+        """What backward passes that are not ours bring goes there.
+
+        Args:
+            sink: Of records.
+            whole: Of the gradients of a lone sample.
+            formed: Of per-sample gradients that have no records.
+        """
         self._ordinary, self._ordinary_whole = sink, whole
+        self._ordinary_formed = formed
 
     def receive(self, record: Record) -> None:
         """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
