@@ -68,40 +68,25 @@ class Away:
         return self._back
 
 
-class HostMemory:
-    """What has been sent there, by the parameter whose sum needs it."""
+def send(record: Record) -> None:
+    """Let a record's tensors wait in host memory."""
+    record.put_tensors(*tree_map_only(Tensor, Away, (record.activations, record.backprops)))
 
-    def __init__(self) -> None:
-        self.formed: dict[str, Away] = {}
-        self.records: list[Record] = []
-        self._by_owner: dict[str, list[Record]] = {}
 
-    def send(self, record: Record) -> None:
-        """The record's tensors."""
-        sent = tree_map_only(Tensor, Away, (record.activations, record.backprops))
-        record.put_tensors(*sent)
-        self.records.append(record)
-        for owner in {record.layer.owners[n] for n in record.spec.params}:
-            self._by_owner.setdefault(owner, []).append(record)
+def is_away(record: Record) -> bool:
+    """Whether its tensors are there."""
+    return not record.tensors
 
-    def fetch(self, owner: str) -> None:
-        """Begin to copy back what a parameter's sum needs."""
-        if owner in self.formed:
-            self.formed[owner].fetch()
-        for record in self._by_owner.get(owner, ()):
-            tree_map_only(Away, Away.fetch, (record.activations, record.backprops))
 
-    def take(self, owner: str) -> Tensor | None:
-        """A parameter's stored gradients; its records have their tensors again."""
-        formed = self.formed.pop(owner, None)
-        for record in self._by_owner.pop(owner, ()):
-            back = tree_map_only(Away, Away.back, (record.activations, record.backprops))
-            record.put_tensors(*back)
-            record.versions = [t._version for t in record.tensors]
-        return None if formed is None else formed.back()
+def fetch(record: Record) -> None:
+    """Begin to copy the tensors of a record back that is away."""
+    tree_map_only(Away, Away.fetch, (record.activations, record.backprops))
 
-    def __bool__(self) -> bool:
-        return bool(self.formed or self._by_owner)
+
+def bring_back(record: Record) -> None:
+    """A record that was away has its tensors again."""
+    record.put_tensors(*tree_map_only(Away, Away.back, (record.activations, record.backprops)))
+    record.keep()
 
 
 @functools.cache

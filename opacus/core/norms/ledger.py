@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.sums.float8 import Rounded
-from opacus.core.norms.kept import Kept, Queue, keep
+from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
@@ -161,7 +161,7 @@ class NormLedger:
         if self.planner is None:
             return
         for record in records:
-            keep(record)
+            record.keep()
         self.kept.held += records
 
     def settle(

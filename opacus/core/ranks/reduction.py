@@ -13,16 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
+from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
-from opacus.core.platform.sizes import BUCKET_ELEMENTS, LAST_BUCKET_ELEMENTS
+from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.limits import most_in_use
 from opacus.core.sums.terms import Terms, add_to_grad
 from opacus.core.sums.unreduced import Unreduced
-
-# Buckets whose reduction may run while the next one is filled.
-IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class ShardedSink:
     def bytes_needed(self) -> int:
         """See :class:`~opacus.core.sums.terms.GradientSink`: what is filled and what flies."""
         largest = max((p.numel() for p in self.parameters.values()), default=0)
-        buckets = max(BUCKET_ELEMENTS, largest) + IN_FLIGHT * BUCKET_ELEMENTS
+        buckets = max(BUCKET_ELEMENTS, largest) + BUCKETS_IN_FLIGHT * BUCKET_ELEMENTS
         return 4 * min(buckets, sum(p.numel() for p in self.parameters.values()))
 
     def agree(
@@ -194,7 +191,7 @@ class ShardedSink:
         waiting, self._waiting, self._elements = self._waiting, {}, 0
         bucket = _Bucket(list(waiting))
         first = self._shards_of(bucket.names[0])
-        if len(self._flying) >= IN_FLIGHT:
+        if len(self._flying) >= BUCKETS_IN_FLIGHT:
             self._land(self._flying.pop(0))
         total = sum(self._shards_of(n).size for n in bucket.names)
         device = next(iter(waiting.values())).factors.device

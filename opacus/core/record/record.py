@@ -259,7 +259,7 @@ def differentiable(value: Any) -> bool:
 class Record:
     """What the backward pass revealed about one use of a layer.
 
-    Only :meth:`hold` changes its tensors: what is computed from them is computed once.
+    Only :meth:`keep` changes its tensors: what is computed from them is computed once.
 
     Attributes:
         activations: Batch-first inputs of the layer (a ``Call`` for the generic rule).
@@ -316,12 +316,27 @@ class Record:
         """Number of elements of activations and backprops."""
         return sum(t.numel() for t in self.tensors)
 
-    def hold(self) -> None:
-        """The record is used after its delivery: copy what is borrowed."""
+    def keep(self) -> None:
+        """It is used once the backward pass has gone on: copy what is borrowed."""
         if self.borrowed:
             held = (self.activations, self.backprops)
             self.put_tensors(*tree_map_only(Tensor, torch.clone, held))
             self.borrowed = False
+        self.versions = [t._version for t in self.tensors]
+
+    def check_unchanged(self) -> None:
+        """Refuse a kept record whose tensors have been overwritten.
+
+        Raises:
+            RuntimeError: Names the layer. What is summed would not be what was measured.
+        """
+        if self.versions is not None and self.versions != [t._version for t in self.tensors]:
+            raise RuntimeError(
+                f"the input or the output gradient of {self.spec} was changed in place after the "
+                "backward pass had come by (by a backward function that overwrites its gradient, "
+                "or hooks that bring saved tensors back to one buffer). Use deferred_norm=False "
+                "and a mode without _bk, in which only layers that are used several times are kept"
+            )
 
     def put_tensors(self, activations: Any, backprops: Any) -> None:
         """The same values in other tensors, or what stands for them while they are elsewhere."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus.core.platform.sizes import FREE_MEMORY_MARGIN, FREE_MEMORY_SHARE
+from opacus.core.platform.memory import free_memory, most_in_use
+from opacus.core.platform.sizes import FREE_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Limits:
             if self.default_peak:
                 peak = most_in_use(device)
             elif held == _NONE:
-                held = free_memory(device)
+                held = int(free_memory(device) * FREE_MEMORY_SHARE)
         return _number(held), _number(peak)
 
     @property
@@ -95,30 +96,3 @@ class Limits:
 
 def _number(limit: int) -> int | None:
     return None if limit == _NONE else limit
-
-
-def most_in_use(device: torch.device) -> int:
-    """Bytes of a CUDA device that this process may have in use: all it can get, less a margin."""
-    whole = torch.cuda.get_device_properties(device).total_memory
-    used, free = _used_and_free(device)
-    return used + max(0, free - int(FREE_MEMORY_MARGIN * whole))
-
-
-def free_memory(device: torch.device) -> int:
-    """Memory of a CUDA device that may be held during the backward pass."""
-    return int(_used_and_free(device)[1] * FREE_MEMORY_SHARE)
-
-
-def in_use(device: torch.device | None = None) -> int:
-    """Bytes of a CUDA device that tensors of this process have now."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat ones take much longer
-    return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
-
-
-def _used_and_free(device: torch.device) -> tuple[int, int]:
-    free, _ = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats_as_nested_dict(device)  # once: it is slow
-    if not stats:
-        return 0, free
-    reserved, allocated = (stats[f"{k}_bytes"]["all"]["current"] for k in ("reserved", "allocated"))
-    return allocated, free + reserved - allocated

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.float8 import scaled_factors
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
@@ -26,7 +25,7 @@ from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, Terms
+from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink
 from opacus.core.sums.weighting import Weighting
 
 
@@ -136,26 +135,15 @@ class OnePass(Ghost):
             return
         ledger, self.ledger = self.ledger, None
         weighting = Weighting(clipped)
-        sums, away = KeptSums(ledger.kept.take_held(), weighting), ledger.kept.away
-        replay = self._replay(weighting)
-        formed, fewer = ledger.kept.formed, ledger.kept.rounded
+        sums, replay = KeptSums(ledger.kept, weighting), self._replay(weighting)
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         # What is held is of the last blocks: they go first, and sums grow as it shrinks. On all
         # ranks alike.
         names.reverse()
-        factors, excluded = [clipped.of(name) for name in names], clipped.masked
-        some_are_away = bool(away)
-        for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
-            if some_are_away:
-                stored = away.take(name)
-                if stored is not None:
-                    formed[name] = stored
-                away.fetch(following)
-            again = [] if replay is None else replay.terms_of(name)
-            if name in fewer:
-                own = scaled_factors(own, fewer.pop(name).scales, excluded)
-            stored, later = formed.pop(name, None), sums.terms_of(name) + again
-            self.sink.put(name, Terms(stored, later, own, excluded))
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            terms = sums.terms_of(name, () if replay is None else replay.terms_of(name))
+            sums.fetch(following)
+            self.sink.put(name, terms)
         self.sink.finish()
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 

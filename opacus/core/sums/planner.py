@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
+from opacus.core.platform.memory import in_use
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
-from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import host_rate, rates_of
 from opacus.core.sums.report import Report
 from opacus.core.sums.rounding import Rounding

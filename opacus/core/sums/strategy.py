@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
 from opacus.core.norms.ledger import NormLedger, check_sizes
+from opacus.core.platform.memory import in_use
 from opacus.core.platform.profiling import FIRST_BACKWARD, timed
+from opacus.core.platform.sizes import DEFERRED_SHARE
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.record import ForwardPass, Record
@@ -352,14 +354,11 @@ def run_backward(losses: Tensor, retain_graph: bool) -> None:
 
 
 def default_budget(device: torch.device) -> int | None:
-    """Memory for records that wait: a twentieth of what a CUDA device holds now.
+    """Memory for records that wait: a share of what tensors have of a CUDA device now.
 
     At the start of a backward pass that is about its peak. Elsewhere there is no limit.
     """
-    if device.type != "cuda":
-        return None
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
+    return int(in_use(device) * DEFERRED_SHARE) if device.type == "cuda" else None
 
 
 def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:

@@ -38,6 +38,15 @@ class Weighting:
         """The excluded samples; read once, as most batches have none and need no masking."""
         return read_excluded(self._clipped.excluded)
 
+    @cached_property
+    def masked(self) -> Tensor | None:
+        """The excluded samples; on a GPU also if there are none, as nothing waits for it."""
+        return self._clipped.masked
+
+    def factors_of(self, owner: str) -> Tensor:
+        """``[B]`` clipping factors of a parameter."""
+        return self._clipped.of(owner)
+
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
 
@@ -76,10 +85,23 @@ class Weighting:
 
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
-        rows = len(formed)
-        masked = self._clipped.masked
-        excluded = None if masked is None else masked[:rows]
-        return weighted_sum(formed, self._clipped.of(owner)[:rows], excluded)
+        return sum_of_formed(formed, self.factors_of(owner), self.masked)
+
+
+def sum_of_formed(
+    formed: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B.
+
+    Args:
+        formed: The gradients.
+        factors: ``[B]``.
+        excluded: ``[B]`` bool, ``None`` if there are none.
+        out: Where to write the sum.
+    """
+    rows = len(formed)
+    own = None if excluded is None else excluded[:rows]
+    return weighted_sum(formed, factors[:rows], own, out=out)
 
 
 def _takes_factors(record: Record, names: tuple[str, ...]) -> bool:
