@@ -248,10 +248,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
-        if not self.book_keeping:  # there FSDP2 reduces nothing
+        with self._recovering("sum"):
+            if self.book_keeping:  # there FSDP2 reduces nothing
+                super().sum_pass(losses, clipped, retain_graph)
+                return
             self._unreached.start(self._reached)
-        with self._recovering("sum"), reduced_at_once(self._module):
-            super().sum_pass(losses, clipped, retain_graph)
+            with reduced_at_once(self._module):
+                super().sum_pass(losses, clipped, retain_graph)
 
     def _make_sink(self) -> GradientSink:
         parameters = dict(self._module.named_parameters())

@@ -71,7 +71,9 @@ def wanted(net: nn.Module, x: Tensor, y: Tensor, views: int = 1) -> tuple[list[T
     sums, norms = [torch.zeros_like(p) for p in held], []
     for row in range(len(x)):
         losses = [
-            nn.functional.cross_entropy(net(x[row : row + 1].double() * (view + 1)), y[row : row + 1])
+            nn.functional.cross_entropy(
+                net(x[row : row + 1].double() * (view + 1)), y[row : row + 1]
+            )
             for view in range(views)
         ]
         grads = torch.autograd.grad(sum(losses), held)  # type: ignore[arg-type]
@@ -118,7 +120,9 @@ class Case:
         assert (norms > 2 * C).all()
         losses = sum(self.loss(self.module(x[own] * (v + 1)), y[own]) for v in range(views))
         losses.backward()  # type: ignore[union-attr]
-        assert oracle.relative_error(self.module.per_sample_gradient_norms.double(), norms[own]) < 1e-5
+        assert (
+            oracle.relative_error(self.module.per_sample_gradient_norms.double(), norms[own]) < 1e-5
+        )
         held = [p for p in self.model.parameters() if p.requires_grad]
         found = [full(p.grad).double() for p in held]
         self.optimizer.step()
@@ -203,7 +207,6 @@ def check_the_rest(rank: int, world_size: int) -> None:
     assert case.error(rank, world_size, 11) < 2e-5 and case.records
     case.module.held_budget = None
     assert case.error(rank, world_size, 12) < 2e-5 and not case.records
-
 
 
 def test_other_rows_than_losses_are_refused() -> None:

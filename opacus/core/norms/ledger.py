@@ -265,7 +265,7 @@ def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) ->
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
         return torch.zeros(batch, dtype=torch.float32, device=device)
-    values = [value.to(device) for value in norm_sq.values()]
+    values = [v if v.device == device else v.to(device) for v in norm_sq.values()]
     return torch.stack(values).sum(0).sqrt()
 
 

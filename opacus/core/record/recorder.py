@@ -151,9 +151,7 @@ class Recorder(Taps):
             self.bare = lone.begin(current)
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
-            self.carried.begin(
-                current, inputs, rows_are_units=told and not self.whose.asked
-            )
+            self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
         return None
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:

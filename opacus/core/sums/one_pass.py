@@ -93,9 +93,7 @@ class OnePass(Ghost):
         if self.planner.blocks is not None:
             self.planner.settled()
         if self.recorder.carried is not None and self.ledger is not None:
-            self.recorder.carried.learn(
-                self.summed.running, self.ledger.kept, self.planner.choices
-            )
+            self.recorder.carried.learn(self.summed.running, self.ledger.kept, self.planner.choices)
         moments += [start, moment()]
 
     @contextmanager
