@@ -287,8 +287,8 @@ def _fsdp_states(model: nn.Module) -> list[Any]:
         states = list(getattr(getattr(own, "_state_ctx", None), "all_states", ()))
         if states:
             return states
-    states = dict.fromkeys(map(_fsdp_state, model.modules()))
-    return [state for state in states if state is not None]
+    found = dict.fromkeys(map(_fsdp_state, model.modules()))  # several modules may have one
+    return [state for state in found if state is not None]
 
 
 def _fsdp_state(module: nn.Module) -> Any:
