@@ -40,6 +40,10 @@ class GradientSink(Protocol):
     def bytes_needed(self) -> int:
         """Memory that is in use for a while as sums are formed."""
 
+    @property
+    def bytes_of_element(self) -> float:
+        """Memory that a parameter's sum takes for good, an element of the whole parameter."""
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
@@ -218,6 +222,11 @@ class LocalSink:
     def bytes_needed(self) -> int:
         """See :class:`GradientSink`: a parameter in fp32, or those that are formed together."""
         return 4 * max(self._largest, min(self._all, BUCKET_ELEMENTS))
+
+    @property
+    def bytes_of_element(self) -> float:
+        """See :class:`GradientSink`: gradients have their parameters' dtypes."""
+        return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
 
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
