@@ -52,7 +52,7 @@ def curve(
             row |= _measured(step, steps, warm, cuda)
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).split(".")[0]
-        row["ways"] = model._strategy.planner.ways
+        row["ways"] = model._strategy.planner.report.ways
         gc.collect()
     setattr(model, "memory_budget" if cuda else "held_budget", None)
     return rows

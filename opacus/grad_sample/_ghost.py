@@ -139,11 +139,11 @@ class GhostSettings(GradSampleHooks):
         planner = self._strategy.planner
         if planner is None:
             return super().explain()
-        table = planner.table()
-        if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
+        table, choices = planner.report.table(), planner.report.choices
+        if not choices and self._recorder.lone is not None and self._recorder.lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
-        if planner.choices:
-            table += f"\n\n{planner.summary()}"
+        if choices:
+            table += f"\n\n{planner.report.text(planner.held_bytes, planner.host_bytes)}"
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     def log_module_gradient_sample_mode(
