@@ -90,7 +90,7 @@ class Norms:
         return self.whole
 
 
-class Ordinary:
+class OrdinaryNorms:
     """Norms of an ordinary ``backward()``: they can be read, nothing is clipped.
 
     Args:

@@ -222,9 +222,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
         self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
-        self._watch.forget()
         if self._waits:
             self._forget_waiting(warn=True)
+        self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:

@@ -56,7 +56,7 @@ def test_held_bytes_stay_in_the_budget() -> None:
     for budget in (whole, whole // 2):
         made[0].held_budget = budget
         step(made)
-        last = planner.choices["stem"]  # outside of the blocks, and after them
+        last = planner.report.choices["stem"]  # outside of the blocks, and after them
         assert planner.held_bytes - last.bytes[last.what] <= budget
     assert "replay" in ways(made[0]).values()
     assert planner.blocks.chosen == []  # nothing outlives the sum
