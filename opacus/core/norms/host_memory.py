@@ -50,13 +50,8 @@ class Away:
 
 
 def send(record: Record) -> None:
-    """Let a record's tensors wait in host memory."""
+    """Let a record's tensors wait in host memory; until :func:`bring_back` it has none."""
     record.put_tensors(*tree_map_only(Tensor, Away, (record.activations, record.backprops)))
-
-
-def is_away(record: Record) -> bool:
-    """Whether its tensors are there."""
-    return not record.tensors
 
 
 def fetch(record: Record) -> None:

@@ -21,8 +21,8 @@ from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import Passes
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass, Passes
+from opacus.core.record.record import Record
 from opacus.core.rules.spec import layer_kind
 
 # Shapes that are remembered of a block.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms.ledger import NormLedger
+from opacus.core.norms.ledger import SquaredNorms
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
 from tests.helpers.replayed_blocks import (
@@ -101,7 +101,7 @@ def test_after_running_out_of_memory_a_block_more_runs_again(
     made = private(model, clip)
     made[0].held_budget = 1 << 30
     close(step(made), want)
-    owner, name = (NormLedger, "take") if place == "norms" else (KeptSums, "_weighted")
+    owner, name = (SquaredNorms, "take") if place == "norms" else (KeptSums, "_weighted")
     original, calls = getattr(owner, name), []
 
     def fails(self: Any, *given: Any) -> Any:
