@@ -49,7 +49,7 @@ test: $(READY)  ## run all tests
 	$(PYTEST)
 
 test-fast: $(READY)  ## run the tests that start no process: two minutes
-	$(PYTEST) -m "not slow and not starts_processes"
+	$(PYTEST) --fast -m "not slow"
 
 check: lint types docs test  ## everything that CI runs: format, lint, types, docs, tests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -67,10 +68,27 @@ LONGEST = [
     "examples/test_ddp_digits.py",
     "distributed/test_multinode.py",
 ]
-# What starts processes is known by what its file imports, or by its folder.
-STARTERS = ("run_distributed", "run_script", "forked", "subprocess")
+# What starts processes is known by what its file calls, or by its folder.
+STARTERS = ("run_distributed(", "run_script(", "forked(", "subprocess.", "Popen(")
 FOLDERS = ("examples", "reference")
 TESTS = Path(__file__).parent
+
+
+@functools.cache
+def starts_processes(path: Path) -> bool:
+    return path.parent.name in FOLDERS or any(name in path.read_text() for name in STARTERS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out files that take a minute")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast such files are not even imported."""
+    if not config.getoption("--fast") or not collection_path.name.startswith("test_"):
+        return None
+    place = collection_path.relative_to(TESTS).as_posix()
+    return place in LONGEST or starts_processes(collection_path) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,8 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path) in place:
             item.add_marker("slow")
-        module = getattr(item, "module", None)
-        if item.path.parent.name in FOLDERS or any(hasattr(module, n) for n in STARTERS):
+        if starts_processes(item.path):
             item.add_marker("starts_processes")
     if torch.cuda.is_available():
         return
