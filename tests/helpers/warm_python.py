@@ -14,6 +14,7 @@ import array
 import atexit
 import contextlib
 import functools
+import gc
 import marshal
 import multiprocessing
 import os
@@ -155,6 +156,7 @@ def _run(arguments: list[str]) -> None:
 
 def ended(run: Any) -> int:
     """The exit status that an interpreter which calls `run` would have."""
+    gc.freeze()  # what the server imported stays, and is shared with it
     torch.set_num_threads(1)
     status = 1
     try:
