@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.passes import Passes
+from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
-from opacus.core.record.record import ANCHOR, ForwardPass, Tap, Use, differentiable, rows_of
+from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
 from opacus.core.record.shared import tap_shared
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -207,7 +207,8 @@ class LayerHooks:
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = taps.batch_dim(layer, first.dim())
-            current.saw(layer.spec.name, rows_of(first.shape, dim))
+            name, rows = layer.spec.name, rows_of(first.shape, dim)
+            current.rows[name] = max(current.rows.get(name, 0), rows)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.
