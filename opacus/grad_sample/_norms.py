@@ -163,6 +163,23 @@ class Ordinary:
         self._ledger.kept.add_whole(grads)
         self._norms.publish(self._ledger.known())
 
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Per-sample gradients ``[B, *shape]`` that had no records; see :meth:`receive`."""
+        rows = forward_pass.batch
+        if not self._recorder.enabled or not rows:
+            return
+        self._note(forward_pass, list(grads))
+        generation = forward_pass.generation
+        if self._generation is not generation or forward_pass in self._passes:
+            self._ledger, self._generation = NormLedger(rows), generation
+            self._passes.clear()
+            self._norms.forget()
+        assert self._ledger is not None
+        self._passes.add(forward_pass)
+        scaled = {owner: grad * rows if self._mean else grad for owner, grad in grads.items()}
+        self._ledger.take_formed(scaled, {owner: owner for owner in grads})
+        self._norms.publish(self._ledger.known())
+
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
         if forward_pass is None or not parameters or not trains():
             return  # autograd.grad asks for other gradients than the parameters'

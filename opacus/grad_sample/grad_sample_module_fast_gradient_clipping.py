@@ -21,6 +21,7 @@ from opacus.core.platform.profiling import (
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
+from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
@@ -250,9 +251,15 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         )
         strategy.limit_memory(self._module)
         own_rules = any(isinstance(layer.rule, SamplerRule) for layer in recorder.layers)
-        if lone_sample_from_environment() and not (own_rules or self._watched()):
-            recorder.lone = self._lone_sample(strategy)
+        if not (own_rules or self._watched()):
+            if lone_sample_from_environment():
+                recorder.lone = self._lone_sample(strategy)
+            recorder.carried = self._carried(strategy)
         return strategy
+
+    def _carried(self, strategy: Ghost) -> Carries | None:
+        """What lets layers do without records; ``None`` where every layer must be seen."""
+        return None
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """What runs batches of one sample without taps; ``None`` where every layer must be seen."""

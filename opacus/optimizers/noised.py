@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opacus.core.platform.profiling import NOISE, timed
 from opacus.core.platform.sharded import locals_of
-from opacus.core.privacy.gradients import mark_processed, unprocessed
+from opacus.core.privacy.gradients import is_processed, mark_processed
 from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.parallelism import Single, divide
@@ -150,5 +150,5 @@ def check_processed(tensors: Sequence[Tensor]) -> None:
     Raises:
         ValueError: ``zero_grad`` was not called since.
     """
-    if None in unprocessed(tensors):
+    if any(map(is_processed, tensors)):
         raise ValueError(UNCLEARED)

@@ -108,6 +108,13 @@ class Kept:
             known = self.formed.get(owner)
             self.formed[owner] = dense if known is None else known + dense
 
+    def add_formed(self, grads: Mapping[str, Tensor], layers: Iterable[str]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` by parameter name, of these layers."""
+        self.layers.update(layers)
+        for owner, grad in grads.items():
+            known = self.formed.get(owner)
+            self.formed[owner] = grad if known is None else add_rows(known, grad)
+
     def squares(self, owners: Iterable[str]) -> dict[str, Tensor]:
         """Squared norms of those of these parameters whose gradients were formed."""
         own = [o for o in owners if o in self.formed]

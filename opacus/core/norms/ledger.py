@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -148,6 +148,21 @@ class NormLedger:
         for oldest in self._queue.put(record):
             self.settle([oldest])
 
+    def take_formed(self, grads: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` by parameter name, which had no records.
+
+        Args:
+            grads: Of all uses of these parameters in a forward pass.
+            layer_of: The layer of each.
+
+        Raises:
+            ValueError: There is another number of losses.
+        """
+        for owner, grad in grads.items():
+            if grad.shape[0] != self.batch:
+                raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
+        self.kept.add_formed(grads, layer_of.values())
+
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""
         return layer in self.norms.layers or layer in self.kept.layers
@@ -263,7 +278,7 @@ def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) ->
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
         return torch.zeros(batch, dtype=torch.float32, device=device)
-    values = [value.to(device) for value in norm_sq.values()]
+    values = [v if v.device == device else v.to(device) for v in norm_sq.values()]
     return torch.stack(values).sum(0).sqrt()
 
 
@@ -275,8 +290,13 @@ def check_rows(record: Record, batch: int) -> None:
     """
     if record.batch == batch or (record.reused and record.batch < batch == record.rows):
         return
-    raise ValueError(
-        f"layer '{record.spec.name}' ({record.spec.kind.__name__}) saw {record.batch} rows in a "
+    raise other_rows(str(record.spec), record.batch, batch)
+
+
+def other_rows(layer: str, rows: int, batch: int) -> ValueError:
+    """The error for a layer with another number of rows than there are samples."""
+    return ValueError(
+        f"{layer} saw {rows} rows in a "
         f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
         "freeze the layer"

@@ -302,8 +302,9 @@ def add_shard(parameter: Any, values: Tensor) -> None:
     local = local_of(parameter)
     size = local.numel()
     own = (values if values.numel() == size else values[:size]).view(local.shape)
-    grad = as_sharded(own.to(device=local.device, dtype=local.dtype), parameter)
-    add_to_grad(parameter, grad)
+    if own.dtype != local.dtype or own.device != local.device:
+        own = own.to(device=local.device, dtype=local.dtype)
+    add_to_grad(parameter, as_sharded(own, parameter))
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:

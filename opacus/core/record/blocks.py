@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.record import Record
@@ -150,6 +151,7 @@ class Runs(Protocol):
     """What blocks ask of the recorder."""
 
     passes: Passes
+    carried: Carries | None
 
     def active(self, module: nn.Module) -> bool:
         """Whether layers are tapped if they run now."""
@@ -205,6 +207,9 @@ class Blocks:
             return
         current = self._recorder.passes.current
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
+            return
+        carried = self._recorder.carried
+        if carried is not None and carried.carries_all_of(module):
             return
         visit = Visit(block, current, args, kwargs)
         earlier = self._ran.get(id(block))

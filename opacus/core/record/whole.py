@@ -113,7 +113,7 @@ class LoneSample:
 
     def waits_alone(self, waiting: Collection[Any]) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""
-        return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
+        return bool(self.alive) and all(use in self.alive for use in waiting)
 
     def begin(self, forward_pass: ForwardPass) -> bool:
         """The model's forward begins: put the aliases in the places of the parameters.

@@ -8,7 +8,7 @@ chooses for each layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -56,6 +56,25 @@ class OnePass(Ghost):
         self.unreduced = sink.unreduced
         self._shared = False  # whether ranks run the same blocks
         self._again: Callable[[Record], None] | None = None
+        self._layer_of = {o: x.spec.name for x in recorder.layers for o in x.owners.values()}
+
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` of a pass, by name, which have no records.
+
+        Raises:
+            ValueError: There is another number of losses.
+        """
+        if self.phase is Phase.IDLE:
+            self.ordinary.receive_formed(forward_pass, grads)
+        if self.phase is not Phase.NORMS:
+            return
+        assert self.ledger is not None
+        self.summed.running.add(forward_pass)
+        self.recorder.passes.join(forward_pass)
+        self.ledger.take_formed(grads, {owner: self._layer_of[owner] for owner in grads})
+        self.planner.held_bytes += sum([g.numel() * g.element_size() for g in grads.values()])
+        if self.recorder.carried is not None:
+            self.planner.choices.update(self.recorder.carried.choices)
 
     def go_on_from(self, other: Ghost) -> None:
         """See :meth:`Ghost.go_on_from`."""
@@ -81,6 +100,8 @@ class OnePass(Ghost):
             super().norm_pass(losses, retain_graph)
         if self.planner.blocks is not None:
             self.planner.settled()
+        if self.recorder.carried is not None and self.ledger is not None:
+            self.recorder.carried.learn(self.summed.running, self.ledger.kept, self.planner.choices)
         moments += [start, moment()]
 
     @contextmanager
@@ -95,6 +116,8 @@ class OnePass(Ghost):
                 lone = self.recorder.lone
                 if lone is not None and lone.alive:
                     lone.rule_out("memory has run out")  # with taps less can be held
+                if self.recorder.carried is not None:
+                    self.recorder.carried.forget()
             if planner.blocks is not None:
                 planner.blocks.start()
             raise

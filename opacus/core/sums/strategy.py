@@ -49,6 +49,9 @@ class Ordinary(Protocol):
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample, by parameter name."""
 
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Per-sample gradients ``[B, *shape]`` that have no records, by parameter name."""
+
 
 class Ghost:
     """Norms in a backward pass that forms no parameter gradient, then a clipped sum.
