@@ -48,7 +48,7 @@ def reproducible(_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Files of a minute and more, the longest first: a worker that began one of them last would keep the
-# others waiting. `make test-fast` leaves them out.
+# others waiting.
 LONGEST = [
     "core/kernels/test_triton_interpreter.py",
     "examples/test_train_text_fsdp.py",
@@ -68,6 +68,21 @@ LONGEST = [
     "examples/test_ddp_digits.py",
     "distributed/test_multinode.py",
 ]
+# What `make test-fast` leaves out besides: what stands around the library, and files of several
+# seconds whose subject has quicker ones.
+AROUND = ("auditing", "cases", "docs", "integrations", "memory_test", "scale", "tools")
+LONG = {
+    "accountants/test_noise_search.py",
+    "accountants/test_pld_accountant.py",
+    "accountants/test_reference.py",
+    "accountants/test_tradeoff.py",
+    "core/sums/test_replayed_blocks.py",
+    "engine/test_buffered_noise.py",
+    "engine/test_items_and_samples.py",
+    "engine/test_trainers.py",
+    "engine/test_training_loops.py",
+    "engine/test_what_outlives_the_model.py",
+}
 # What starts processes is known by what its file calls, or by its folder.
 STARTERS = ("run_distributed(", "run_script(", "forked(", "subprocess.", "Popen(")
 FOLDERS = ("examples", "reference")
@@ -80,15 +95,16 @@ def starts_processes(path: Path) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out files that take a minute")
+    parser.addoption("--fast", action="store_true", help="leave out what takes long")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --fast such files are not even imported."""
+    """With --fast what is left out is not even imported."""
     if not config.getoption("--fast") or not collection_path.name.startswith("test_"):
         return None
-    place = collection_path.relative_to(TESTS).as_posix()
-    return place in LONGEST or starts_processes(collection_path) or None
+    place = collection_path.relative_to(TESTS)
+    out = place.parts[0] in AROUND or place.as_posix() in (*LONGEST, *LONG)
+    return out or starts_processes(collection_path) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
