@@ -23,7 +23,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     Arguments are those of :class:`DPOptimizer`.
 
     Attributes:
-        reduce_once: Whether ranks that share a model by FSDP2 (``*_fsdp_bk``) add up the sums of a
+        reduce_once: Whether ranks that share a model by FSDP2 (``*_fsdp*`` modes) add up sums of a
             logical batch's physical batches once, where memory allows; until then they are in
             neither ``p.grad`` nor ``p.summed_grad``. The same on all ranks.
     """

@@ -96,14 +96,14 @@ class ShardedSink:
         self._leaving: list[tuple[list[str], Tensor, Any]] = []
         self.reductions = 0  # started so far, the same number on all ranks
         self.unreduced = Unreduced()
-        self._holding = False  # whether the sums that are put now wait for later ones
+        self.holding = False  # whether the sums that are put now wait for later ones
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
-        if self._holding:
+        if self.holding:
             total = terms.value()
             if total is not None:
-                self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+                self.hold(name, total)
             return
         earlier = self.unreduced.pop(name)
         if earlier is not None:
@@ -113,6 +113,10 @@ class ShardedSink:
         else:
             self._take(name, terms)
 
+    def hold(self, name: str, total: Tensor) -> None:
+        """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+
     def _take(self, name: str, terms: Terms) -> None:
         shards = self._shards_of(name)
         if not self._bucket.takes(shards.elements, shards.reduction):
@@ -121,8 +125,8 @@ class ShardedSink:
 
     def finish(self) -> None:
         """Reduce what is left and set every parameter's ``grad``, unless sums wait for later."""
-        if self._holding:
-            self.unreduced.fresh = True
+        if self.holding:
+            self.unreduced.fresh = self.unreduced.waiting = True
             return
         self.unreduced.drop()  # of parameters that are frozen now
         small, self._small = self._small, {}
@@ -183,7 +187,7 @@ class ShardedSink:
             least, flags = _parted(heard.tolist(), len(least))
             for place, flag in zip(places, flags, strict=True):
                 result[place] = bool(-flag)
-        self._holding = bool(least[0])
+        self.holding = bool(least[0])
         return result, least[1:]
 
     def _has_room(self) -> bool:
@@ -287,7 +291,7 @@ class ShardedSink:
             "_flying": [],
             "_leaving": [],
         }
-        return {**self.__dict__, **transient, "_holding": False}
+        return {**self.__dict__, **transient, "holding": False}
 
 
 def add_shard(parameter: Any, values: Tensor) -> None:

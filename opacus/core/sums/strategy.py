@@ -166,6 +166,10 @@ class Ghost:
         self.summed.check()
         _note_samples(self, losses.shape[0])
 
+    def leaves_gradients(self) -> bool:
+        """Whether FSDP2, if it is there, finds gradients to reduce in the coming sum pass."""
+        return False
+
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 

@@ -61,6 +61,20 @@ class GradientSink(Protocol):
         """Drop what has been put since the latest :meth:`finish`, after an error."""
 
 
+class WaitingSink(GradientSink, Protocol):
+    """One in which the sums of physical batches may wait for those of later ones.
+
+    Attributes:
+        holding: Whether what is put now waits; settled by :meth:`agree`, on all ranks alike.
+    """
+
+    holding: bool
+    unreduced: Unreduced
+
+    def hold(self, name: str, total: Tensor) -> None:
+        """Add a term of a sum to those that wait."""
+
+
 class Terms:
     """The terms of one parameter's clipped sum, evaluated when there is room for it.
 
