@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,8 +47,12 @@ def note_rows(recorder: Any, tapped: list[int]) -> None:
     recorder.sink = noting
 
 
-def fail_first(model: nn.Module, loss: Any) -> None:
-    """A backward pass of this loss that fails when some units have had theirs."""
+def forward_of(module: Any, loss: Any, inputs: Tensor, targets: Tensor) -> Any:
+    return loss(module(inputs), targets)
+
+
+def fail_first(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Backward passes: one that fails when some units have had theirs, and one that does not."""
     failed: list[bool] = []
 
     def fail(grad: Tensor) -> None:
@@ -58,11 +64,11 @@ def fail_first(model: nn.Module, loss: Any) -> None:
     handle = first.register_forward_hook(
         lambda m, args, output: output.register_hook(fail) and None
     )
-    loss_of = loss()
+    loss = forward()
     handle.remove()
     with pytest.raises(RuntimeError, match="planted"):
-        loss_of.backward(retain_graph=True)
-    loss_of.backward()
+        loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def run_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> list[Any]:
@@ -89,9 +95,9 @@ def run_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> li
                 note_rows(module._recorder, tapped)
             part = inputs[own].to(device), targets[own].to(device)
             if number == 1 and world_size == 1 and name == "mlp":
-                fail_first(model, lambda: loss(module(part[0]), part[1]))
+                fail_first(model, partial(forward_of, module, loss, *part))
             else:
-                loss(module(part[0]), part[1]).backward()
+                forward_of(module, loss, *part).backward()
             held = [p for p in model.parameters() if p.requires_grad]
             for parameter, want in zip(held, wanted, strict=True):
                 error = max(error, oracle.relative_error(whole(parameter.grad), want.cpu()))
