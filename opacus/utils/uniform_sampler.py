@@ -340,7 +340,8 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         total_size: size of the whole data set. If `num_replicas` does not divide it, the first
             ranks hold one sample more; none is dropped or repeated.
         sample_rate: probability with which a sample joins a batch, in (0, 1].
-        shuffle: deal the samples out in random order, a new one for each `set_epoch`.
+        shuffle: deal the samples out in random order, a new one for each `set_epoch`; not where
+            batches are truncated.
         shuffle_seed: seed of that order; must be the same on all ranks.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
         generator: seeded source of the coins' key, rank 0's; by default the operating system.
@@ -397,7 +398,8 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""
         places = np.arange(self.total_size, dtype=np.int32) % self.num_replicas
-        if not self.shuffle:
+        # Which others fill a rank's truncated batch must not depend on how many items there are.
+        if not self.shuffle or self.most is not None:
             return places
         order = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
         owners = np.empty_like(places)
