@@ -181,6 +181,7 @@ class _Keyed(Sampler[list[int]]):
     draws: Draws
     _split: tuple[bytes, Tensor] | None = None  # of cyclic passes: its key, and parts of the items
 
+    _sample_rate: float
     _shared = False
     cyclic = False
     latest = -1  # not told: parts come in the order of a pass
@@ -199,6 +200,11 @@ class _Keyed(Sampler[list[int]]):
         self._again: int | None = None
         secure = isinstance(generator, SystemGenerator)
         self.key = RunKey(generator, secure=secure, shared=self._shared)
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which a sample joins a batch; fixed, as steps are counted at it."""
+        return self._sample_rate
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -301,7 +307,7 @@ class UniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("num_samples", num_samples, sample_rate, steps)
         self.num_samples = num_samples
-        self.sample_rate = sample_rate
+        self._sample_rate = sample_rate
         self.cyclic = cyclic
         self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
@@ -367,7 +373,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("total_size", total_size, sample_rate, steps)
         self.total_size = total_size
-        self.sample_rate = sample_rate
+        self._sample_rate = sample_rate
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
         self.cyclic = cyclic
