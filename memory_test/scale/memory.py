@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from memory_test.scale.held import held_bytes
 from memory_test.scale.rates import Rates
 from memory_test.scale.run import OPTIMIZERS, Run
+from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, DEFERRED_SHARE
 
 # The log-softmax, which autograd saves, its gradient, and that of the logits, made from both.
 # Logits that the training loop holds (``Run.holds_logits``) come on top, and stay to the end.
 LOGIT_COPIES = 3
-# Of what a device holds when the backward pass starts, this part may wait for deferred norms.
-DEFERRED_SHARE = 1 / 20
-BUCKET_BYTES = 4 << 27  # one bucket of the clipped sum in fp32
-BUCKETS_IN_FLIGHT = 2
+BUCKET_BYTES = 4 * BUCKET_ELEMENTS  # one bucket of the clipped sum in fp32
 
 
 @dataclass(frozen=True)

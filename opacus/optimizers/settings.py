@@ -9,22 +9,22 @@ import torch
 
 from opacus.core.platform.delegated import Delegated
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 
 
 class PrivacySettings:
     """Reads and writes parameters that have one home, shared with the model's hooks."""
 
     _privacy: PrivacyParams
-    _layout: Single
+    _parallelism: Single
     _plan: Any = None  # what make_private was asked for
 
     noise_multiplier = Delegated[float]("_privacy")
     max_grad_norm = Delegated[Any]("_privacy")
     expected_batch_size = Delegated[Any]("_privacy")
     loss_reduction = Delegated[str]("_privacy")
-    generator = Delegated[torch.Generator | None]("_layout")
-    secure_mode = Delegated[bool]("_layout")
+    generator = Delegated[torch.Generator | None]("_parallelism")
+    secure_mode = Delegated[bool]("_parallelism")
 
     @property
     def plan(self) -> Any:

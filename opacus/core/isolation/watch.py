@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from opacus.core.isolation.losses import batch_mean
 from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
+from opacus.core.platform.memory import free_memory
 
 # Most units that are run together; no more than two of units with many outputs.
 TOGETHER = 8
@@ -240,8 +241,7 @@ def _may_stay(kept: Tensor) -> bool:
     """Whether a gradient stays where it is for the rest of the step."""
     if not kept.is_cuda or kept.numel() <= COPIED_ELEMENTS:
         return True
-    free, _ = torch.cuda.mem_get_info(kept.device)
-    return free > ROOM * kept.numel() * kept.element_size()
+    return free_memory(kept.device) > ROOM * kept.numel() * kept.element_size()
 
 
 def _choose(norms: list[float], count: int) -> list[int]:

@@ -23,6 +23,10 @@ SQUARED_ELEMENTS = 1 << 16
 # Elements of gradients of rows that are formed at once, to be summed by unit.
 UNIT_ROWS_ELEMENTS = 1 << 24
 
+# Part of what tensors have of a device when the backward pass starts that records may take which
+# wait for their norm.
+DEFERRED_SHARE = 0.05
+
 # --- sums ---
 
 # Part of the memory that is free when the backward pass starts which may be kept for the sum.
@@ -46,6 +50,8 @@ SUMMED_ELEMENTS = 1 << 14
 SHARED_ELEMENTS = 1 << 25
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
+# Buckets whose reduction may run while the next one is filled.
+BUCKETS_IN_FLIGHT = 2
 # Parameters up to this size (biases, norms) go into buckets of their own, at the end.
 LAST_BUCKET_ELEMENTS = 1 << 16
 

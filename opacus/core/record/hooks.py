@@ -10,11 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
+from opacus.core.record.carriers import carries, carry
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.passes import Passes
+from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
-from opacus.core.record.record import ANCHOR, ForwardPass, Tap, Use, differentiable, rows_of
+from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
 from opacus.core.record.shared import tap_shared
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -88,6 +89,7 @@ class LayerHooks:
         self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
+        self.carriers: tuple[Tensor, ...] = ()  # where its gradients go, instead of a record
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put detached parameters in the places of the trainable ones."""
@@ -123,6 +125,10 @@ class LayerHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
+        if self.carriers and output is not None:
+            if carries(self.carriers, args, kwargs, output):
+                return carry(self.carriers, self.layer, args[0], output)
+            spec = self.layer.spec
         if self._swapped:
             swapped = self._swapped.pop()
             _put_back(module, swapped)
@@ -133,7 +139,7 @@ class LayerHooks:
             return None
         compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
         if compiling and _is_plain(args, kwargs, output):
-            names = self.layer.trained_names()
+            names = self.layer.trained_names() if spec is None else spec.params
             return compiled_tap.tap(output, args[0], self, names) if names else None
         try:
             tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
@@ -163,6 +169,10 @@ class LayerHooks:
         """It has run."""
         if self._swapped:
             _put_back(self.layer.module, self._swapped.pop())
+
+    def counts_rows_first(self) -> bool:
+        """Whether dimension 0 of the layer's inputs and outputs counts samples."""
+        return all(self.recorder.batch_dim(self.layer, dims) == 0 for dims in (2, 3))
 
     def _read(self) -> Tensor:
         """The layer's parameter, as the module that reads it gets it; see :data:`READ`.
@@ -207,7 +217,8 @@ class LayerHooks:
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = taps.batch_dim(layer, first.dim())
-            current.saw(layer.spec.name, rows_of(first.shape, dim))
+            name, rows = layer.spec.name, rows_of(first.shape, dim)
+            current.rows[name] = max(current.rows.get(name, 0), rows)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.
@@ -238,7 +249,7 @@ class LayerHooks:
         return use
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_swapped": [], "key": None, "mark": None}
+        return {**self.__dict__, "_swapped": [], "carriers": (), "key": None, "mark": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

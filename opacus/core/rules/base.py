@@ -48,6 +48,8 @@ class LayerRule:
     light: tuple[str, ...] = ()
     # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
     bilinear: tuple[str, ...] = ()
+    # Whether per-sample gradients can be formed in the layer's own backward, of one input alone.
+    carries: bool = False
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
     # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
