@@ -23,8 +23,9 @@ _LEAST_BATCH = 16
 class Plan:
     """Sampling, unit, clipping, noise and accounting of a run.
 
-    ``make_private`` makes one, the private optimizer has it as ``optimizer.plan``, and checkpoints
-    carry it: a run of another unit, sampling or way to clip does not go on from them.
+    ``make_private`` makes one, the private optimizer has it as ``optimizer.plan``, with the noise
+    and C of its next step, and checkpoints carry it: a run of another unit, sampling or way to clip
+    does not go on from them.
 
     Attributes:
         sample_rate: Probability with which an item is in a batch.

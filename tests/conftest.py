@@ -41,7 +41,7 @@ LONGEST = [
     "distributed/test_checkpoint_reshard.py",
     "memory_test/test_torch_profile_script.py",
     "memory_test/test_experiments.py",
-    "distributed/test_layouts.py",
+    "distributed/test_parallelism.py",
     "data/test_samplers.py",
     "distributed/test_compiled_blocks.py",
     "docs/test_snippets.py",

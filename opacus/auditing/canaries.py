@@ -129,7 +129,7 @@ class GradientCanaries:
         divisor = 1.0
         if optimizer.loss_reduction == "mean":
             divisor = optimizer.expected_batch_size * optimizer.accumulated_iterations
-            divisor *= optimizer._layout.world_size
+            divisor *= optimizer._parallelism.world_size
         in_stds = whole.detach().double().view(-1) * (divisor / optimizer._privacy.noise_std)
         self._steps.append(in_stds.cpu())
         self._sigmas.append(optimizer._privacy.noise_std / optimizer.max_grad_norm)

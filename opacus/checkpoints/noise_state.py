@@ -24,12 +24,12 @@ _CORRELATION = "correlation"
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
     """The noise in a checkpoint: nothing in ``secure_mode``, or before its key is known."""
-    layout = optimizer._layout
-    correlation = layout.correlation
-    secret = layout.secure_mode and correlation is None
-    if secret or not layout.key.agreed:
+    parallelism = optimizer._parallelism
+    correlation = parallelism.correlation
+    secret = parallelism.secure_mode and correlation is None
+    if secret or not parallelism.key.agreed:
         return {}
-    state = layout.key.state_dict()
+    state = parallelism.key.state_dict()
     if correlation is not None:
         state[_CORRELATION] = correlation.state_dict()
     return {ENTRY: state}
@@ -46,7 +46,7 @@ def check_noise(optimizer: DPOptimizer, saved: Mapping[str, Any], *, steps: int)
     Raises:
         ValueError: It says what the checkpoint has, and what this run has.
     """
-    correlation = optimizer._layout.correlation
+    correlation = optimizer._parallelism.correlation
     state = _entry(saved).get(_CORRELATION)
     if correlation is not None and (steps or state):
         correlation.check(state)
@@ -80,20 +80,20 @@ def restore_noise(
     Warns:
         UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
-    key, layout = optimizer._layout.key, optimizer._layout
+    key, parallelism = optimizer._parallelism.key, optimizer._parallelism
     # An earlier load, or one of the model alone, may have set the accountant back already.
     taken = max(taken, key.step)
     back = taken > steps
     entry = _entry(saved)
     known = bool(entry) and key.resume(entry)
-    if layout.correlation is not None and _CORRELATION in entry:
-        layout.correlation.load_state_dict(entry[_CORRELATION])
+    if parallelism.correlation is not None and _CORRELATION in entry:
+        parallelism.correlation.load_state_dict(entry[_CORRELATION])
     # A known state has its own number: steps that released nothing drew no noise.
     key.at_least({NOISE: taken if known else max(taken, steps)})
     if (known and not back) or not (steps or taken):
         return
     key.renew()
-    if key.asked and layout.draws_shared_noise():
+    if key.asked and parallelism.draws_shared_noise():
         _warn(back)
 
 

@@ -35,11 +35,11 @@ class GhostSettings(GradSampleHooks):
         ``None`` (the default) means a twentieth of what a CUDA device holds when the backward
         pass starts, and no limit on the CPU. The numbers are the same whatever the budget.
         """
-        return self._strategy.budget_bytes
+        return self._strategy.limits.waiting
 
     @deferred_norm_budget.setter
     def deferred_norm_budget(self, value: int | None) -> None:
-        self._strategy.budget_bytes = _bytes("deferred_norm_budget", value)
+        self._strategy.limits.waiting = _bytes("deferred_norm_budget", value)
 
     @property
     def held_budget(self) -> int | None:

@@ -27,6 +27,7 @@ from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.summed import Summed
 from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
@@ -111,6 +112,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         deferred = deferred_from_environment() if deferred_norm is None else bool(deferred_norm)
         self._use_deferred_norm = deferred
         self._norms = Norms(m)
+        self._summed = Summed()
         super().__init__(
             m,
             batch_first=batch_first,
@@ -145,7 +147,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
             self._strategy.norm_pass(losses, retain_graph)
             self.compute_all_norms_parallel()
         except BaseException:
-            self._strategy.ledger = None  # what it holds may be much
+            self._strategy.drop()
             raise
 
     @timed(PARALLEL_NORMS)
@@ -205,7 +207,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         except BaseException:
             self._strategy.abandon()
             raise
-        self._strategy.summed.finish()
+        self._summed.finish()
 
     @property
     def doubt(self) -> Tensor | None:
@@ -219,7 +221,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
-        self._strategy.summed.begin()
+        self._summed.begin()
 
     # --- hooks ---
 
@@ -235,17 +237,19 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def _make_strategy(self) -> Ghost:
         recorder, deferred = self._recorder, self._use_deferred_norm
         parameters = list(self._module.named_parameters())
+        mean = self.loss_reduction == "mean"
+        self._ordinary = ordinary = Ordinary(self._norms, recorder, self._summed, mean=mean)
+        how: dict[str, Any] = {
+            "deferred": deferred,
+            "summed": self._summed,
+            "ordinary": ordinary,
+        }
         strategy: Ghost = (
-            OnePass(recorder, parameters, deferred=deferred, sink=self._make_sink())
+            OnePass(recorder, parameters, sink=self._make_sink(), **how)
             if self.book_keeping
-            else TwoPass(recorder, parameters, deferred=deferred)
-        )
-        self._ordinary = Ordinary(
-            self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
+            else TwoPass(recorder, parameters, **how)
         )
         strategy.limit_memory(self._module)
-        ordinary = self._ordinary
-        strategy.watch_ordinary(ordinary.receive, ordinary.receive_whole, ordinary.receive_formed)
         own_rules = any(isinstance(layer.rule, SamplerRule) for layer in recorder.layers)
         if not (own_rules or self._watched()):
             if lone_sample_from_environment():

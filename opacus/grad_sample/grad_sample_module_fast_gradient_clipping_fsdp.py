@@ -25,9 +25,9 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.carried import Carried
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
-from opacus.core.ranks.layout import sum_gradients
 from opacus.core.ranks.lone_units import LoneSampleOfUnits
 from opacus.core.ranks.mesh import ranks_of
+from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares

@@ -124,6 +124,17 @@ def test_make_private_makes_a_plan_that_makes_it_again(kw: dict[str, Any]) -> No
         plan.noise_multiplier = 0.1
 
 
+def test_the_plan_of_a_run_follows_its_schedules() -> None:
+    optimizer = private()[1][1]
+    asked = optimizer.plan
+    optimizer.noise_multiplier, optimizer.max_grad_norm = 0.7, 0.2
+    assert (asked.noise_multiplier, asked.max_grad_norm) == (1.0, 0.5)
+    assert (optimizer.plan.noise_multiplier, optimizer.plan.max_grad_norm) == (0.7, 0.2)
+    optimizer = private(max_grad_norm=[0.3, 0.4], clipping="per_layer")[1][1]
+    optimizer.max_grad_norm = 1.0  # of the whole gradient, so both double
+    assert optimizer.plan.max_grad_norm == pytest.approx((0.6, 0.8))
+
+
 CHANGES = [
     ({"sampling": UserRows(3)}, "sampling='UserRows'"),
     ({"privacy_unit": "unit_ids"}, "privacy_unit='unit_ids'"),

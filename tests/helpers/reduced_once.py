@@ -59,7 +59,7 @@ def job(rank: int, world: int, clip: float) -> dict[str, Any]:
     for once in (True, False):
         made = build(clip, noise=2.0)
         made[1].reduce_once = once
-        made[1]._layout.key.adopt(b"k" * 32)
+        made[1]._parallelism.key.adopt(b"k" * 32)
         results[f"noise {once}"] = logical(made, parts)
     results["dropped"] = dropped(made, parts)
     return results

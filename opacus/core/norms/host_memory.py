@@ -7,13 +7,13 @@ is made each way, so that the same code is tested there.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opacus.core.platform.host_copies import from_host, to_host
 from opacus.core.record.record import Record
 
 
@@ -28,16 +28,7 @@ class Away:
         self._device = tensor.device
         self._back: Tensor | None = None
         self._event: Any = None
-        on_gpu = tensor.is_cuda
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
-        if not on_gpu:
-            self._host.copy_(tensor)
-            return
-        side = _side(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(side)
+        self._host, _ = to_host(tensor)
 
     @property
     def bytes(self) -> int:
@@ -46,18 +37,8 @@ class Away:
 
     def fetch(self) -> None:
         """Begin to copy it back."""
-        if self._back is not None:
-            return
-        if self._device.type != "cuda":
-            self._back = self._host.clone()
-            return
-        side = _side(self._device)
-        self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
-        side.wait_stream(torch.cuda.current_stream(self._device))  # whose memory it was
-        with torch.cuda.stream(side):
-            self._back.copy_(self._host, non_blocking=True)
-            self._event = side.record_event()
-        self._back.record_stream(side)
+        if self._back is None:
+            self._back, self._event = from_host(self._host, self._device)
 
     def back(self) -> Tensor:
         """The tensor, on its device again."""
@@ -69,13 +50,8 @@ class Away:
 
 
 def send(record: Record) -> None:
-    """Let a record's tensors wait in host memory."""
+    """Let a record's tensors wait in host memory; until :func:`bring_back` it has none."""
     record.put_tensors(*tree_map_only(Tensor, Away, (record.activations, record.backprops)))
-
-
-def is_away(record: Record) -> bool:
-    """Whether its tensors are there."""
-    return not record.tensors
 
 
 def fetch(record: Record) -> None:
@@ -87,8 +63,3 @@ def bring_back(record: Record) -> None:
     """A record that was away has its tensors again."""
     record.put_tensors(*tree_map_only(Away, Away.back, (record.activations, record.backprops)))
     record.keep()
-
-
-@functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

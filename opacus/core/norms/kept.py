@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
-from opacus.core.norms.host_memory import Away, is_away, send
+from opacus.core.norms.host_memory import Away, send
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import SENT_ELEMENTS
 from opacus.core.record.record import Record
@@ -96,7 +96,7 @@ class Kept:
             self.away[owner] = Away(self.formed.pop(owner))
             self._before_rounding.pop(owner, None)
         for record in self.held:
-            if record.spec.name in layers and not is_away(record):
+            if record.spec.name in layers and record.tensors:
                 send(record)
         return squares
 

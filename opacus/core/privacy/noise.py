@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
+from opacus.core.platform.host_copies import wait_for
 from opacus.core.platform.sharded import compute_devices, locals_of
 from opacus.core.privacy.key import APART, RunKey
 
@@ -70,15 +71,18 @@ def add_noise(
     streams = key.streams(purpose, names, [step, *(old for _, old in past)])
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
+    computed: set[torch.device] = set()  # on which shards are that wait in host memory
     own, places = locals_of(sources), locals_of(targets)
     devices = compute_devices(sources)
     todo = zip(sources, own, places, streams, devices, strict=True)
     for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all
-            moved = local.to(device)
-            result = torch.empty_like(moved, dtype=place.dtype)
+            moved = local.to(device, non_blocking=True)
+            same = moved.dtype == place.dtype
+            result = moved if same else torch.empty_like(moved, dtype=place.dtype)
             add_gaussian(std, _draws(source, moved, result, keys), step, secure, past, part)
-            place.copy_(result)
+            place.copy_(result, non_blocking=True)
+            computed.add(device)
             continue
         if not place.is_contiguous():
             back.append(
@@ -89,6 +93,8 @@ def add_noise(
         add_gaussian(std, draws, step, secure, past, part)
     for place, result in back:
         place.copy_(result)
+    for device in computed:
+        wait_for(device)
 
 
 def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[bytes]) -> list[Draw]:

@@ -24,7 +24,7 @@ from opacus.core.platform.torch_internals import (
     take_off,
 )
 from opacus.core.record.layers import is_alias
-from opacus.core.record.record import ForwardPass
+from opacus.core.record.passes import ForwardPass
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import (
     LoneSample,

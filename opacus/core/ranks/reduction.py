@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
+from opacus.core.platform.host_copies import to_host
 from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
@@ -33,6 +34,7 @@ class Shards:
         dim: Dimension that is cut.
         size: Elements of the largest shard, which all are padded to.
         dtype: Type in which gradients are summed.
+        home: Kind of device that the shards wait on: the CPU's under ``CPUOffloadPolicy``.
     """
 
     group: dist.ProcessGroup
@@ -41,6 +43,7 @@ class Shards:
     dim: int
     size: int
     dtype: torch.dtype
+    home: str
 
     @property
     def elements(self) -> int:
@@ -85,6 +88,8 @@ class ShardedSink:
         self._small: dict[str, Terms] = {}
         self._elements = 0
         self._flying: list[_Bucket] = []
+        # Shards on their way to host memory, and the event at which they are there.
+        self._leaving: list[tuple[list[str], Tensor, Any]] = []
         self.reductions = 0  # started so far, the same number on all ranks
         self.unreduced = Unreduced()
         self._holding = False  # whether the sums that are put now wait for later ones
@@ -128,6 +133,11 @@ class ShardedSink:
             self._launch()
         while self._flying:
             self._land(self._flying.pop(0))
+        leaving, self._leaving = self._leaving, []
+        for names, values, arrived in leaving:
+            if arrived is not None:
+                arrived.synchronize()
+            self._add(names, values)
 
     @property
     def shared(self) -> bool:
@@ -137,9 +147,22 @@ class ShardedSink:
     @functools.cached_property
     def bytes_needed(self) -> int:
         """See :class:`~opacus.core.sums.terms.GradientSink`: what is filled and what flies."""
-        largest = max((p.numel() for p in self.parameters.values()), default=0)
-        buckets = max(BUCKET_ELEMENTS, largest) + BUCKETS_IN_FLIGHT * BUCKET_ELEMENTS
-        return 4 * min(buckets, sum(p.numel() for p in self.parameters.values()))
+        sizes = [p.numel() for p in self.parameters.values()]
+        largest, every = max(sizes, default=0), sum(sizes)
+        filled = 4 * max(BUCKET_ELEMENTS, largest)
+        own = int(self.bytes_of_element * largest)  # a shard, while its terms are still there
+        flying = 4 * BUCKETS_IN_FLIGHT * BUCKET_ELEMENTS
+        return min(filled + max(flying, own), 4 * every + own)
+
+    @functools.cached_property
+    def bytes_of_element(self) -> float:
+        """See :class:`~opacus.core.sums.terms.GradientSink`: none of what host memory holds."""
+        here = [
+            local_of(p).nbytes
+            for p in self.parameters.values()
+            if compute_device(p).type == p.device.type
+        ]
+        return sum(here) / max(1, sum(p.numel() for p in self.parameters.values()))
 
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
@@ -186,6 +209,7 @@ class ShardedSink:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
         self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
+        self._leaving = []
 
     def _launch(self) -> None:
         waiting, self._waiting, self._elements = self._waiting, {}, 0
@@ -236,11 +260,18 @@ class ShardedSink:
         bucket.work.wait()
         bucket.whole = bucket.work = None
         assert bucket.shard is not None
-        replicas = self._shards_of(bucket.names[0]).replicas
-        if replicas is not None:
-            dist.all_reduce(bucket.shard, group=replicas)
-        parts = bucket.shard.split([self._shards_of(name).size for name in bucket.names])
-        for name, values in zip(bucket.names, parts, strict=True):
+        first = self._shards_of(bucket.names[0])
+        if first.replicas is not None:
+            dist.all_reduce(bucket.shard, group=first.replicas)
+        if first.home == bucket.shard.device.type:
+            self._add(bucket.names, bucket.shard)
+        else:  # beside the sums of the buckets to come
+            self._leaving.append((bucket.names, *to_host(bucket.shard)))
+
+    def _add(self, names: Sequence[str], shard: Tensor) -> None:
+        """Add a bucket's shards to the gradients of its parameters."""
+        parts = shard.split([self._shards_of(name).size for name in names])
+        for name, values in zip(names, parts, strict=True):
             add_shard(self.parameters[name], values)
 
     def _shards_of(self, name: str) -> Shards:
@@ -256,6 +287,7 @@ class ShardedSink:
             "_small": {},
             "_elements": 0,
             "_flying": [],
+            "_leaving": [],
         }
         return {**self.__dict__, **transient, "_holding": False}
 
@@ -306,6 +338,7 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
         dim=dim,
         size=rows * rest,
         dtype=wide,
+        home=local_of(parameter).device.type,
     )
 
 
@@ -314,7 +347,8 @@ def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
 
 
 def _same_reduction(one: Shards, other: Shards) -> bool:
-    return (one.group, one.replicas, one.dtype) == (other.group, other.replicas, other.dtype)
+    names = ("group", "replicas", "dtype", "home")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:

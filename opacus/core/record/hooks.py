@@ -12,10 +12,10 @@ from opacus.core.platform.torch_internals import number_of_backward, under_funct
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.carriers import carries, carry
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.passes import Passes
+from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
-from opacus.core.record.record import ANCHOR, ForwardPass, Tap, Use, differentiable, rows_of
+from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
 from opacus.core.record.shared import tap_shared
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
@@ -217,7 +217,8 @@ class LayerHooks:
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = taps.batch_dim(layer, first.dim())
-            current.saw(layer.spec.name, rows_of(first.shape, dim))
+            name, rows = layer.spec.name, rows_of(first.shape, dim)
+            current.rows[name] = max(current.rows.get(name, 0), rows)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.

@@ -26,18 +26,9 @@ from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import Passes
+from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
-from opacus.core.record.record import (
-    ANCHOR,
-    ForwardPass,
-    Record,
-    Tap,
-    Use,
-    differentiable,
-    record_of,
-    tap_one,
-)
+from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.shared import Scope, Shared, tap_shared
 from opacus.core.record.whole import LoneSample

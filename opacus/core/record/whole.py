@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.record import ANCHOR, ForwardPass, Sink, Use
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import ANCHOR, Sink, Use
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 

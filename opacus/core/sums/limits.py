@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus.core.platform.memory import free_memory, most_in_use
-from opacus.core.platform.sizes import FREE_MEMORY_SHARE
+from opacus.core.platform.memory import free_memory, in_use, most_in_use
+from opacus.core.platform.sizes import DEFERRED_SHARE, FREE_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Limits:
     Attributes:
         held: Bytes that may be held for the sum, as the user says.
         peak: Bytes of a GPU that may be in use, as the user says.
+        waiting: Bytes that records may have whose norms are deferred, as the user says.
         default_peak: Whether the card is the limit where the user says nothing.
         again: Blocks that run again in any case, as memory has run out so often.
         spare: Bytes that are not held for the same reason.
@@ -37,13 +38,14 @@ class Limits:
     def __init__(self) -> None:
         self.held: int | None = None
         self.peak: int | None = None
+        self.waiting: int | None = None
         self.default_peak = False
         self.again = self.spare = 0
         self._others: tuple[int, int] = (_NONE, _NONE)
 
     def go_on_from(self, other: Limits) -> None:
         """Have the limits of another one."""
-        self.held, self.peak = other.held, other.peak
+        self.held, self.peak, self.waiting = other.held, other.peak, other.waiting
         self.again, self.spare = other.again, other.spare
 
     def asked(self) -> None:
@@ -54,6 +56,10 @@ class Limits:
     def limited(self) -> bool:
         """Whether there is a limit other than the card."""
         return not (self.held is self.peak is None)
+
+    def of_waiting(self, device: torch.device) -> int | None:
+        """Bytes that deferred records may have, at the start of a backward pass; ``None``: any."""
+        return default_budget(device) if self.waiting is None else self.waiting
 
     def now(self, device: torch.device) -> tuple[int | None, int | None]:
         """Bytes that may be held, and bytes of the device that may be in use; ``None``: any."""
@@ -92,6 +98,14 @@ class Limits:
             held / 2**30,
             "a block more runs again" if block else f"{self.spare / 2**30:.2f} GiB less are held",
         )
+
+
+def default_budget(device: torch.device) -> int | None:
+    """Memory for records that wait: a share of what tensors have of a CUDA device now.
+
+    At the start of a backward pass that is about its peak. Elsewhere there is no limit.
+    """
+    return int(in_use(device) * DEFERRED_SHARE) if device.type == "cuda" else None
 
 
 def _number(limit: int) -> int | None:

@@ -17,7 +17,8 @@ from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import WAITING_SHARE
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
 from opacus.core.privacy.gradients import is_processed, refuse_hooks
-from opacus.core.record.record import Generation, Record, trains
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record, trains
 from opacus.core.rules.base import pad_rows
 
 

@@ -19,13 +19,14 @@ from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.blocks import Blocks, replayable
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink
+from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, add_whole
 from opacus.core.sums.weighting import Weighting
 
 
@@ -46,11 +47,10 @@ class OnePass(Ghost):
         recorder: Recorder,
         parameters: Sequence[tuple[str, nn.Parameter]],
         *,
-        deferred: bool = False,
-        budget_bytes: int | None = None,
         sink: GradientSink,
+        **of_all: Any,
     ) -> None:
-        super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
+        super().__init__(recorder, parameters, **of_all)
         self.planner: Planner = Planner()
         self.sink = sink
         self.unreduced = sink.unreduced
@@ -64,8 +64,8 @@ class OnePass(Ghost):
         Raises:
             ValueError: There is another number of losses.
         """
-        if self.phase is Phase.IDLE and self._ordinary_formed is not None:
-            self._ordinary_formed(forward_pass, grads)
+        if self.phase is Phase.IDLE:
+            self.ordinary.receive_formed(forward_pass, grads)
         if self.phase is not Phase.NORMS:
             return
         assert self.ledger is not None
@@ -76,6 +76,13 @@ class OnePass(Ghost):
         if self.recorder.carried is not None:
             self.planner.choices.update(self.recorder.carried.choices)
 
+    def go_on_from(self, other: Ghost) -> None:
+        """See :meth:`Ghost.go_on_from`."""
+        super().go_on_from(other)
+        if other.planner is not None:
+            self.planner.rounding = other.planner.rounding
+            self.planner.host_budget = other.planner.host_budget
+
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
         limits = self.limits
@@ -84,6 +91,7 @@ class OnePass(Ghost):
             held,
             peak,
             in_sum=0 if peak is None else self.sink.bytes_needed,
+            of_element=self.sink.bytes_of_element,
             spare=limits.spare,
             again=limits.again,
         )
@@ -128,12 +136,13 @@ class OnePass(Ghost):
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
-        if self.ledger.kept.whole and isinstance(self.sink, LocalSink):
-            self._sum_whole(clipped)
+        kept = self.ledger.kept
+        self.drop()
+        if kept.whole and isinstance(self.sink, LocalSink):
+            add_whole(kept.formed, clipped, self.parameters)
             return
-        ledger, self.ledger = self.ledger, None
         weighting = Weighting(clipped)
-        sums, replay = KeptSums(ledger.kept, weighting), self._replay(weighting)
+        sums, replay = KeptSums(kept, weighting), self._replay(weighting)
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         # What is held is of the last blocks: they go first, and sums grow as it shrinks. On all
         # ranks alike.

@@ -59,8 +59,12 @@ class Planner:
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
+        self._of_element = 0.0  # bytes of a sum, an element
+        # By which what is held shrinks when its sums have been formed, and grows as blocks run
+        # again after that.
+        self._freed = self._grown = 0
         self._looked: Visit | None = None
-        self._transient = 0  # bytes of the records of a block
+        self._transient = self._again_needs = 0  # bytes that a block's backward, and replay, need
         self._known: dict[Hashable, Choice] = {}
 
     def start(
@@ -69,6 +73,7 @@ class Planner:
         peak_bytes: int | None = None,
         *,
         in_sum: int = 0,
+        of_element: float = 0.0,
         spare: int = 0,
         again: int = 0,
     ) -> None:
@@ -77,15 +82,18 @@ class Planner:
         Args:
             budget_bytes: Memory that may be held; ``None``: no limit.
             peak_bytes: Memory of the device that may be in use at any time of the step.
-            in_sum: Memory that forming the sum needs beside what is held.
+            in_sum: Memory that forming sums needs for a while beside what is held.
+            of_element: Bytes of a parameter's sum, an element, which stay.
             spare: Bytes of either limit that are not used.
             again: How many blocks run again in any case, where there is a limit.
         """
         self._in_sum, self._spare, self._forced = in_sum, spare, again
-        self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
+        self._of_element, self._freed, self._grown = of_element, 0, 0
+        self.peak_bytes, self._looked = peak_bytes, None
+        self._transient = self._again_needs = 0
         self.held_bytes = self.largest_block = self.host_bytes = 0
         self._most = budget_bytes
-        self.budget_bytes = self._limit(0)
+        self.budget_bytes = self._limit()
         self.choices = {}
         self.seen = Seen(all_tensors=True)
         self.extra = {}
@@ -124,6 +132,8 @@ class Planner:
             self._expect("replay", self._again(visit))
             self.blocks.chosen.append(visit)
             self.held_bytes += visit.bytes - visit.held
+            self._freed -= visit.freed
+            self._grown += int(self._of_element * visit.block.elements) - visit.bytes
             for name in visit.names:
                 self.choices[name] = replace(self.choices[name], what="replay")
         self.choices[choice.layer] = replace(choice, what="replay")
@@ -142,6 +152,7 @@ class Planner:
         visit.leaves = True
         self._expect("offload", back)
         self.held_bytes -= visit.held
+        self._freed -= visit.freed
         self.host_bytes += visit.held
         for name in visit.names:
             self.choices[name] = replace(self.choices[name], what="offload")
@@ -174,10 +185,12 @@ class Planner:
         if visit is before:
             return
         if self.peak_bytes is not None:
-            # What a block needs while its backward runs: as the one before it, or a rough guess.
-            needs = 12 * visit.bytes if before is None else before.seen
+            # Its activations are there; its backprops come, as many as of the block before.
+            guess = visit.block.backprops_before.get(visit.shapes, 12 * visit.bytes)
+            needs = guess if before is None else before.backprops
             self._transient = max(self._transient, needs)
-            self.budget_bytes = self._limit(self._transient)
+            self._again_needs = max(self._again_needs, 0 if before is None else before.seen)
+            self.budget_bytes = self._limit(visit)
             self.report.expect(in_use() + self._transient)
         # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
         known = visit.block.held_before.get(visit.shapes)
@@ -185,7 +198,7 @@ class Planner:
         self._remember(before)
 
     def _remember(self, visit: Visit | None) -> None:
-        if visit is not None and not visit.chosen:
+        if visit is not None:
             visit.block.remember(visit)
 
     def settled(self) -> None:
@@ -193,24 +206,33 @@ class Planner:
         self._remember(self._looked)
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
-            replayed = self._transient if self.blocks and self.blocks.chosen else 0
-            self.report.expect(self._base + self.held_bytes + self._in_sum + replayed)
+            self.report.expect(self._base + self.held_bytes + self._in_sum)
+            if self.blocks and self.blocks.chosen:
+                last = self.held_bytes - self._freed + max(0, self._grown)
+                self.report.expect(self._base + last + self._in_sum + self._again_needs)
 
-    def _limit(self, transient: int) -> int | None:
-        """Bytes that may be held, with so many more in use for a while."""
+    def _limit(self, visit: Visit | None = None) -> int | None:
+        """Bytes that may be held, as the backward pass comes to a block."""
         if self.peak_bytes is None:
             return None if self._most is None else max(0, self._most - self._spare)
-        room = self.peak_bytes - self._spare - transient
-        most = self.held_bytes + max(0, room - in_use())
+        room = self.peak_bytes - self._spare
+        most = self.held_bytes + max(0, room - self._transient - in_use())
+        if visit is not None and self.blocks is not None:
+            most += self.blocks.waiting * visit.given  # in use already, and counted as held later
         if self._base is not None:
-            most = min(most, max(0, room - self._base - self._in_sum))
+            # Then sums are formed of what is held, and after that of blocks that run again.
+            later = max(0, self._again_needs - self._freed)
+            most = min(most, max(0, room - self._base - self._in_sum - later))
         return most if self._most is None else min(most, max(0, self._most - self._spare))
 
     def visited(self, record: Record) -> None:
         """The norm of ``record`` is known; its layer is among those that a replay would run."""
         visit = None if self.blocks is None else self.blocks.of(record)
         if visit is not None and self.budget_bytes is not None:
-            visit.seen += sum(t.numel() * t.element_size() for t in record.tensors)
+            visit.seen += sum(t.nbytes for t in record.tensors)
+            given = record.backprops
+            backprops = given if isinstance(given, tuple) else (given,)
+            visit.backprops += sum(t.nbytes for t in backprops)
             visit.names.add(record.spec.name)
             visit.owners.update(record.layer.owners[n] for n in record.spec.params)
 
@@ -230,9 +252,12 @@ class Planner:
             visit.held += choice.bytes[what]
             self.choices[choice.layer] = replace(choice, what="offload")
             return what == "store"
+        freed = choice.bytes[what] - int(self._of_element * record.spec.elements)
         self.held_bytes += choice.bytes[what]
+        self._freed += freed
         if visit is not None:
             visit.held += choice.bytes[what]
+            visit.freed += freed
             self.largest_block = max(self.largest_block, visit.held)
         self.choices[choice.layer] = choice if what == choice.what else replace(choice, what=what)
         return what == "store"

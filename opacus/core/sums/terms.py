@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from opacus.core.kernels.sums.float8 import scaled_factors
-from opacus.core.kernels.sums.weighted_sum import weighted_sum_each
-from opacus.core.norms.host_memory import bring_back, fetch, is_away
+from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
+from opacus.core.norms.host_memory import bring_back, fetch
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
+from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.sums.unreduced import Unreduced
 from opacus.core.sums.weighting import Weighting, sum_of_formed
@@ -37,6 +39,10 @@ class GradientSink(Protocol):
     @property
     def bytes_needed(self) -> int:
         """Memory that is in use for a while as sums are formed."""
+
+    @property
+    def bytes_of_element(self) -> float:
+        """Memory that a parameter's sum takes for good, an element of the whole parameter."""
 
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
@@ -116,9 +122,11 @@ class KeptSums:
         self.weighting = weighting
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
+        self._excluded = weighting.masked
         self._some_are_away = bool(kept.away)
         for record in kept.take_held():
-            self._some_are_away = self._some_are_away or is_away(record)
+            if not record.tensors:
+                self._some_are_away = True
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
 
@@ -138,8 +146,9 @@ class KeptSums:
             owner: Its name.
             more: Further ones.
         """
-        kept, excluded = self.kept, self.weighting.masked
-        factors = self.weighting.factors_of(owner)
+        kept, excluded, factors = self.kept, self._excluded, self.weighting.shared
+        if factors is None:
+            factors = self.weighting.clipped.of(owner)
         if owner in kept.rounded:
             factors = scaled_factors(factors, kept.rounded.pop(owner).scales, excluded)
         later: list[Callable[[], Tensor]] = [
@@ -155,7 +164,7 @@ class KeptSums:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
-            if is_away(record):
+            if not record.tensors:
                 bring_back(record)
             record.check_unchanged()
             self._grads[id(record)] = self.weighting.sums(record)
@@ -214,6 +223,11 @@ class LocalSink:
         """See :class:`GradientSink`: a parameter in fp32, or those that are formed together."""
         return 4 * max(self._largest, min(self._all, BUCKET_ELEMENTS))
 
+    @property
+    def bytes_of_element(self) -> float:
+        """See :class:`GradientSink`: gradients have their parameters' dtypes."""
+        return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
@@ -223,6 +237,29 @@ class LocalSink:
     def abandon(self) -> None:
         """See :class:`GradientSink`."""
         self._waiting, self._elements = [], 0
+
+
+@torch.no_grad()
+def add_whole(
+    formed: dict[str, Tensor], clipped: Factors, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """Add the weighted gradient of a lone sample: there is nothing to run again, or to add up.
+
+    Args:
+        formed: ``[1, *shape]`` by parameter name; emptied on the way, and overwritten where it can.
+        clipped: Factors.
+        parameters: With their names.
+    """
+    used = [(name, parameter) for name, parameter in parameters if name in formed]
+    grads = [formed.pop(name) for name, _ in used]
+    own = [clipped.of(name) for name, _ in used]
+    dtypes = [parameter.dtype for _, parameter in used]
+    if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, clipped.masked):
+        sums = [grad[0] for grad in grads]
+    else:
+        sums = weighted_sum_each(grads, own, clipped.masked, dtypes)
+    for (_, parameter), total in zip(used, sums, strict=True):
+        add_to_grad(parameter, total)
 
 
 def add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:

@@ -14,7 +14,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.strategy import Ghost, Phase, run_backward
-from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.terms import add_to_grad, add_whole
 from opacus.core.sums.weighting import Weighting
 
 
@@ -50,7 +50,8 @@ class TwoPass(Ghost):
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
         if self.ledger is not None and self.ledger.kept.whole:
-            self._sum_whole(clipped)
+            add_whole(self.ledger.kept.formed, clipped, self.parameters)
+            self.drop()
             return
         self._weighting = Weighting(clipped)
         try:

@@ -26,26 +26,25 @@ class Weighting:
 
     Args:
         clipped: Factors and excluded samples.
+
+    Attributes:
+        shared: ``[B]`` factors that all parameters have; ``None`` if each has its own.
     """
 
     def __init__(self, clipped: Factors) -> None:
-        self._clipped = clipped
-        self._shared = clipped.shared
+        self.clipped = clipped
+        self.shared = clipped.shared
         self._inputs = Inputs()
 
     @cached_property
     def _excluded(self) -> Tensor | None:
         """The excluded samples; read once, as most batches have none and need no masking."""
-        return read_excluded(self._clipped.excluded)
+        return read_excluded(self.clipped.excluded)
 
     @cached_property
     def masked(self) -> Tensor | None:
         """The excluded samples; on a GPU also if there are none, as nothing waits for it."""
-        return self._clipped.masked
-
-    def factors_of(self, owner: str) -> Tensor:
-        """``[B]`` clipping factors of a parameter."""
-        return self._clipped.of(owner)
+        return self.clipped.masked
 
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
@@ -60,11 +59,11 @@ class Weighting:
 
     def _of(self, record: Record) -> dict[str, Tensor]:
         names, owners = record.spec.params, record.layer.owners
-        if self._shared is not None:
-            return self._sums(record, names, self._shared)
+        if self.shared is not None:
+            return self._sums(record, names, self.shared)
         found: dict[str, Tensor] = {}
         for name in names:
-            found |= self._sums(record, (name,), self._clipped.of(owners[name]))
+            found |= self._sums(record, (name,), self.clipped.of(owners[name]))
         return found
 
     def _sums(self, record: Record, names: tuple[str, ...], factors: Tensor) -> dict[str, Tensor]:
@@ -85,7 +84,7 @@ class Weighting:
 
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
-        return sum_of_formed(formed, self.factors_of(owner), self.masked)
+        return sum_of_formed(formed, self.clipped.of(owner), self.masked)
 
 
 def sum_of_formed(

@@ -55,7 +55,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
 
     - One step is one Poisson batch. ``per_device_train_batch_size`` is the largest number of
       examples that are in memory at once, and ``gradient_accumulation_steps`` says how many times
-      that a process is expected to draw a step.
+      that a process is expected to draw a step, unless ``privacy.expected_batch_size`` does.
     - The loss is one an example: the mean over its own tokens. It comes from
       :meth:`per_sample_loss`, which can be overridden, not from ``compute_loss``.
     - ``max_grad_norm`` is not used; the clipping norm is that of ``privacy``.
@@ -129,8 +129,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         if self.expected_batch_size > self._size:
             raise ValueError(
                 f"a step is expected to draw {self.expected_batch_size} examples "
-                "(per_device_train_batch_size * gradient_accumulation_steps * processes), and "
-                f"train_dataset has {self._size}"
+                "(expected_batch_size, or else per_device_train_batch_size * "
+                f"gradient_accumulation_steps * processes), and train_dataset has {self._size}"
             )
 
     def _bare_model(self) -> Any:
@@ -142,6 +142,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     @property
     def expected_batch_size(self) -> int:
         """Examples that a step is expected to draw, in all processes together."""
+        if self.privacy.expected_batch_size is not None:
+            return self.privacy.expected_batch_size
         each = self.args.per_device_train_batch_size * self._accumulation
         return int(each * max(1, self.args.world_size))
 

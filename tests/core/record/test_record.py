@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.record.layers import layers_of
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 
 
 def record(x: Tensor, g: Tensor | tuple[Tensor, ...], borrowed: bool = False) -> Record:

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.platform.held import HeldModule
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.rules import rule_for
 from opacus.core.sums import choice as choosing
 from opacus.core.sums.planner import Planner

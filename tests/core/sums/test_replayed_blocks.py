@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms.ledger import NormLedger
+from opacus.core.norms.ledger import SquaredNorms
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
 from tests.helpers.replayed_blocks import (
@@ -101,7 +101,7 @@ def test_after_running_out_of_memory_a_block_more_runs_again(
     made = private(model, clip)
     made[0].held_budget = 1 << 30
     close(step(made), want)
-    owner, name = (NormLedger, "take") if place == "norms" else (KeptSums, "_weighted")
+    owner, name = (SquaredNorms, "take") if place == "norms" else (KeptSums, "_weighted")
     original, calls = getattr(owner, name), []
 
     def fails(self: Any, *given: Any) -> Any:
@@ -158,6 +158,61 @@ def test_a_block_that_computes_something_else_is_an_error(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match=r"'blocks\.2\..*held_budget"):
         step(made)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Forgetting(Block):
+    """Leaves out a layer the second time."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.runs = getattr(self, "runs", 0) + 1
+        return super().forward(x, scale) if self.runs == 1 else self.down(self.up(x))
+
+
+@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+def test_a_layer_that_does_not_come_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    model = build()
+    model.blocks[2] = Forgetting().double()
+    made = private(model, 0.1)
+    made[0].held_budget = 0
+    with pytest.raises(RuntimeError, match=r"layer 'blocks\.2\.norm' computed something else"):
+        step(made)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Watched(torch.autograd.Function):
+    """Twice its input, and counts who asks for the gradient of that."""
+
+    asked = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Watched.asked += 1
+        return 2 * grad
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+def test_no_gradient_of_what_a_block_is_given_is_formed_again(
+    checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubling(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(Watched.apply(x), scale)
+
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    model = build(checkpoints=checkpoints)
+    model.blocks[2] = Doubling().double()
+    clip, want = expected(model)
+    made = private(model, clip)
+    made[0].held_budget = 0
+    Watched.asked = 0
+    close(step(made), want)
+    assert "replay" in ways(made[0]).values() and Watched.asked == 1
 
 
 def test_what_a_block_was_given_may_not_change() -> None:

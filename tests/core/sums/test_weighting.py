@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from opacus.core.norms.kept import Kept
 from opacus.core.privacy.clipping import Clipped, ClippedEach, Factors
 from opacus.core.record.layers import layers_of
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.sums.terms import KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 

@@ -1,7 +1,7 @@
 """What each mesh axis means for samples, norms, gradients and noise.
 
 ==================  =================  ====================  =====================
-layout              samples on ranks   gradient sum          noise
+parallelism         samples on ranks   gradient sum          noise
 ==================  =================  ====================  =====================
 ``Single``          --                 --                    one draw
 ``DataParallel``    different          all-reduce            the same on each, then
