@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from opacus.checkpoints.one_file import load_training_state, save_training_state
 from opacus.core.privacy.key import NOISE
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.engine_accounting import EngineAccounting
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
@@ -16,12 +16,12 @@ from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 class EngineCheckpoints(EngineAccounting):
     """Checkpoints of what an engine has made private, and of what it has spent."""
 
-    _layouts: list[Single]  # of the optimizers that were made private
+    _parallelisms: list[Single]  # of the optimizers that were made private
 
     def _skip_known_steps(self) -> None:
         """Keep optimizers of this engine from drawing the noise of a counted step again."""
-        for layout in self._layouts:
-            layout.key.at_least({NOISE: len(self.accountant)})
+        for parallelism in self._parallelisms:
+            parallelism.key.at_least({NOISE: len(self.accountant)})
 
     def save_checkpoint(
         self,

@@ -178,10 +178,10 @@ class EngineSteps(EngineCheckpoints):
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
         optimizer.isolation = getattr(model, "isolation", None)
         self._prepare_noise(optimizer, settings.module)
-        optimizer._layout.grid = settings.release_grid
+        optimizer._parallelism.grid = settings.release_grid
         if settings.correlated_noise is not None:
             split = getattr(loader.batch_sampler, "groups", None) or loader.batch_sampler
-            optimizer._layout.correlate(settings.correlated_noise, split)
+            optimizer._parallelism.correlate(settings.correlated_noise, split)
         sampling = sampling_of(settings, loader)
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
@@ -294,9 +294,9 @@ class EngineSteps(EngineCheckpoints):
     def _prepare_noise(self, optimizer: DPOptimizer, module: nn.Module) -> None:
         """Name the parameters for the noise; no counted step's noise is drawn again."""
         optimizer.name_parameters(module)
-        self._layouts.append(optimizer._layout)
+        self._parallelisms.append(optimizer._parallelism)
         self._skip_known_steps()
-        if optimizer._layout.key.seeded:
+        if optimizer._parallelism.key.seeded:
             say_that_noise_is_seeded()
 
     def _prepare_criterion(

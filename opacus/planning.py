@@ -23,8 +23,9 @@ _LEAST_BATCH = 16
 class Plan:
     """Sampling, unit, clipping, noise and accounting of a run.
 
-    ``make_private`` makes one, the private optimizer has it as ``optimizer.plan``, and checkpoints
-    carry it: a run of another unit, sampling or way to clip does not go on from them.
+    ``make_private`` makes one, the private optimizer has it as ``optimizer.plan``, with the noise
+    and C of its next step, and checkpoints carry it: a run of another unit, sampling or way to clip
+    does not go on from them.
 
     Attributes:
         sample_rate: Probability with which an item is in a batch.
@@ -90,8 +91,9 @@ class Plan:
         """
         own = self.state_dict()
         for state in (own, known := dict(saved)):
-            state["sampling"] = (state.get("sampling") or {}).get("sampling")
-        names = ("privacy_unit", "clipping", "poisson_sampling", "sampling")
+            how = state.get("sampling") or {}
+            state["sampling"], state["rows"] = how.get("sampling"), how.get("rows")
+        names = ("privacy_unit", "clipping", "poisson_sampling", "sampling", "rows")
         wrong = [f"{n}={known.get(n)!r} (here {own[n]!r})" for n in names if known.get(n) != own[n]]
         if wrong:
             raise ValueError(

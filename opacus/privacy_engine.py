@@ -16,7 +16,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.sampling import Sampling
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.data.rates import (
     matching_sample_rate,
     sample_rate_of,
@@ -56,7 +56,7 @@ class PrivacyEngine(EngineSteps):
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
         self.dataset: Dataset[Any] | None = None
-        self._layouts: list[Single] = []  # of the optimizers that were made private
+        self._parallelisms: list[Single] = []  # of the optimizers that were made private
 
     # --- make private ---
 

@@ -143,20 +143,23 @@ class _Values:
             A solution, or None if epsilon jumps too much to come near one.
         """
         slope, last = -1.0, None
+        low, high = 0.0, math.inf  # known to be too little, and too much noise
         aim = 0.5 * (self.least + self.most)
         for _ in range(_MOST_GUESSES):
             epsilon = self.read(sigma)
             if self.least <= epsilon <= self.most:
                 return sigma
+            low, high = (sigma, high) if epsilon > self.most else (low, sigma)
             if epsilon in (0.0, math.inf):
-                sigma, last = sigma * (0.5 if epsilon == 0.0 else 1.5), None
-                continue
-            here = (math.log(sigma), math.log(epsilon))
-            if last is not None and here[0] != last[0]:
-                slope = min((here[1] - last[1]) / (here[0] - last[0]), -0.1)
-            last = here
-            step = (math.log(aim) - here[1]) / slope
-            sigma = math.exp(here[0] + max(-0.7, min(0.7, step)))
+                guess, last = sigma * (0.5 if epsilon == 0.0 else 1.5), None
+            else:
+                here = (math.log(sigma), math.log(epsilon))
+                if last is not None and here[0] != last[0]:
+                    slope = min((here[1] - last[1]) / (here[0] - last[0]), -0.1)
+                last = here
+                step = (math.log(aim) - here[1]) / slope
+                guess = math.exp(here[0] + max(-0.7, min(0.7, step)))
+            sigma = guess if low < guess < high else math.sqrt(low * high)
         return None
 
     def read_around(self, sigma: float) -> None:

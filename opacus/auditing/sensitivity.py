@@ -100,7 +100,7 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
 
 def _ranks(optimizer: Any) -> int:
     """Number of ranks with different units."""
-    return int(optimizer._layout.world_size)
+    return int(optimizer._parallelism.world_size)
 
 
 def _own_rank(optimizer: Any) -> int:

@@ -9,6 +9,7 @@ run with correlated noise, whose later steps take back earlier noise.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,18 +19,20 @@ from opacus.core.privacy.key import NOISE
 if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
 
+logger = logging.getLogger(__name__)
+
 ENTRY = "noise_generator"
 _CORRELATION = "correlation"
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
     """The noise in a checkpoint: nothing in ``secure_mode``, or before its key is known."""
-    layout = optimizer._layout
-    correlation = layout.correlation
-    secret = layout.secure_mode and correlation is None
-    if secret or not layout.key.agreed:
+    parallelism = optimizer._parallelism
+    correlation = parallelism.correlation
+    secret = parallelism.secure_mode and correlation is None
+    if secret or not parallelism.key.agreed:
         return {}
-    state = layout.key.state_dict()
+    state = parallelism.key.state_dict()
     if correlation is not None:
         state[_CORRELATION] = correlation.state_dict()
     return {ENTRY: state}
@@ -46,7 +49,7 @@ def check_noise(optimizer: DPOptimizer, saved: Mapping[str, Any], *, steps: int)
     Raises:
         ValueError: It says what the checkpoint has, and what this run has.
     """
-    correlation = optimizer._layout.correlation
+    correlation = optimizer._parallelism.correlation
     state = _entry(saved).get(_CORRELATION)
     if correlation is not None and (steps or state):
         correlation.check(state)
@@ -77,23 +80,34 @@ def restore_noise(
         steps: Number of steps that the checkpoint counts.
         taken: Number of steps that had been taken in this process.
 
+    A log warns of steps that are not counted any more.
+
     Warns:
         UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
-    key, layout = optimizer._layout.key, optimizer._layout
+    key, parallelism = optimizer._parallelism.key, optimizer._parallelism
     # An earlier load, or one of the model alone, may have set the accountant back already.
     taken = max(taken, key.step)
     back = taken > steps
+    if back:
+        logger.warning(
+            "%d steps have been taken or loaded before, and the checkpoint counts %d: the others "
+            "are not counted any more. If anything of them was seen, such as an evaluation that "
+            "led back, they cost privacy, too: add both histories with "
+            "opacus.accountants.runs.compose.",
+            taken,
+            steps,
+        )
     entry = _entry(saved)
     known = bool(entry) and key.resume(entry)
-    if layout.correlation is not None and _CORRELATION in entry:
-        layout.correlation.load_state_dict(entry[_CORRELATION])
+    if parallelism.correlation is not None and _CORRELATION in entry:
+        parallelism.correlation.load_state_dict(entry[_CORRELATION])
     # A known state has its own number: steps that released nothing drew no noise.
     key.at_least({NOISE: taken if known else max(taken, steps)})
     if (known and not back) or not (steps or taken):
         return
     key.renew()
-    if key.asked and layout.draws_shared_noise():
+    if key.asked and parallelism.draws_shared_noise():
         _warn(back)
 
 

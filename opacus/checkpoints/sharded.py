@@ -27,7 +27,7 @@ from opacus.checkpoints.one_file import _inner, _privacy_parameters, _warn_of_ch
 from opacus.checkpoints.positions import LoaderPosition
 from opacus.checkpoints.random_state import RandomState, Secret
 from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
-from opacus.core.ranks.layout import DataParallel
+from opacus.core.ranks.parallelism import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
@@ -225,7 +225,7 @@ class Checkpointer:
 
     def _write(self, path: Path, rank: int, extra: dict[str, Any]) -> list[Path]:
         """Write this rank's part; the files that it consists of."""
-        self._optimizer._layout.key.agree()  # rank 0 alone writes it
+        self._optimizer._parallelism.key.agree()  # rank 0 alone writes it
         with all_or_none("saving a checkpoint"):
             torch.save(self._state_of_rank(), path / _rank_file(rank))
             if rank == 0:
@@ -403,8 +403,8 @@ def _index_of(module: Any, optimizer: DPOptimizer) -> int:
     ranks = getattr(module, "_ranks", None)
     if ranks is not None:
         return int(ranks.index)
-    layout = optimizer._layout
-    return layout.rank if isinstance(layout, DataParallel) else 0
+    parallelism = optimizer._parallelism
+    return parallelism.rank if isinstance(parallelism, DataParallel) else 0
 
 
 def _described(scaler: GradScaler | None) -> str:

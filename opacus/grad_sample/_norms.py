@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.platform.sharded import compute_device
-from opacus.core.record.record import ForwardPass, Generation, Record, trains
+from opacus.core.record.passes import ForwardPass, Generation
+from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.base import scale_rows
-from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.summed import Summed
 from opacus.grad_sample._samplers import total_norm
 
 logger = logging.getLogger(__name__)
@@ -95,21 +96,21 @@ class Norms:
         return self.whole
 
 
-class Ordinary:
+class OrdinaryNorms:
     """Norms of an ordinary ``backward()``: they can be read, nothing is clipped.
 
     Args:
         norms: Where norms go.
         recorder: Of the model.
-        strategy: Of the model; refuses what the criterion and an ordinary loss share.
+        summed: Refuses what the criterion and an ordinary loss share.
         mean: Whether losses are means over samples.
     """
 
-    def __init__(self, norms: Norms, recorder: Recorder, strategy: Ghost, *, mean: bool) -> None:
+    def __init__(self, norms: Norms, recorder: Recorder, summed: Summed, *, mean: bool) -> None:
         self._mean = mean
         self._norms = norms
         self._recorder = recorder
-        self._strategy = strategy
+        self._summed = summed
         self._ledger: NormLedger | None = None
         self._generation: Generation | None = None
         self._passes: set[ForwardPass] = set()  # on one sample, among them
@@ -168,10 +169,27 @@ class Ordinary:
         self._ledger.kept.add_whole(grads)
         self._norms.publish(self._ledger.known())
 
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Per-sample gradients ``[B, *shape]`` that had no records; see :meth:`receive`."""
+        rows = forward_pass.batch
+        if not self._recorder.enabled or not rows:
+            return
+        self._note(forward_pass, list(grads))
+        generation = forward_pass.generation
+        if self._generation is not generation or forward_pass in self._passes:
+            self._ledger, self._generation = NormLedger(rows), generation
+            self._passes.clear()
+            self._norms.forget()
+        assert self._ledger is not None
+        self._passes.add(forward_pass)
+        scaled = {owner: grad * rows if self._mean else grad for owner, grad in grads.items()}
+        self._ledger.take_formed(scaled, {owner: owner for owner in grads})
+        self._norms.publish(self._ledger.known())
+
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
         if forward_pass is None or not parameters or not trains():
             return  # autograd.grad asks for other gradients than the parameters'
-        self._strategy.summed.note_ordinary(forward_pass, parameters)
+        self._summed.note_ordinary(forward_pass, parameters)
         if not self._warned:
             self._warned = True
             logger.warning(

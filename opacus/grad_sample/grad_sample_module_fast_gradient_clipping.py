@@ -21,16 +21,18 @@ from opacus.core.platform.profiling import (
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
+from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
+from opacus.core.sums.summed import Summed
 from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
-from opacus.grad_sample._norms import Norms, Ordinary
+from opacus.grad_sample._norms import Norms, OrdinaryNorms
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
@@ -61,7 +63,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     A first backward pass gives the norms, the clip rule gives the factors, a second
     pass forms the clipped sum; the criterion of
     :class:`~opacus.utils.fast_gradient_clipping_utils.DPLossFastGradientClipping` runs
-    all three. Ordinary ``backward()`` leaves no parameter gradient behind.
+    all three. OrdinaryNorms ``backward()`` leaves no parameter gradient behind.
 
     Deferred norms: the backward hook only keeps the record of a layer, without
     touching a parameter or a collective; :meth:`compute_all_norms_parallel` computes
@@ -110,6 +112,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         deferred = deferred_from_environment() if deferred_norm is None else bool(deferred_norm)
         self._use_deferred_norm = deferred
         self._norms = Norms(m)
+        self._summed = Summed()
         super().__init__(
             m,
             batch_first=batch_first,
@@ -144,7 +147,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
             self._strategy.norm_pass(losses, retain_graph)
             self.compute_all_norms_parallel()
         except BaseException:
-            self._strategy.ledger = None  # what it holds may be much
+            self._strategy.drop()
             raise
 
     @timed(PARALLEL_NORMS)
@@ -204,7 +207,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         except BaseException:
             self._strategy.abandon()
             raise
-        self._strategy.summed.finish()
+        self._summed.finish()
 
     @property
     def doubt(self) -> Tensor | None:
@@ -218,7 +221,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
 
     def start_sum(self) -> None:
         """The parameters' gradients are about to be formed anew: no sample is in them yet."""
-        self._strategy.summed.begin()
+        self._summed.begin()
 
     # --- hooks ---
 
@@ -234,20 +237,29 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def _make_strategy(self) -> Ghost:
         recorder, deferred = self._recorder, self._use_deferred_norm
         parameters = list(self._module.named_parameters())
+        mean = self.loss_reduction == "mean"
+        self._ordinary = ordinary = OrdinaryNorms(self._norms, recorder, self._summed, mean=mean)
+        how: dict[str, Any] = {
+            "deferred": deferred,
+            "summed": self._summed,
+            "ordinary": ordinary,
+        }
         strategy: Ghost = (
-            OnePass(recorder, parameters, deferred=deferred, sink=self._make_sink())
+            OnePass(recorder, parameters, sink=self._make_sink(), **how)
             if self.book_keeping
-            else TwoPass(recorder, parameters, deferred=deferred)
-        )
-        self._ordinary = Ordinary(
-            self._norms, recorder, strategy, mean=self.loss_reduction == "mean"
+            else TwoPass(recorder, parameters, **how)
         )
         strategy.limit_memory(self._module)
-        strategy.watch_ordinary(self._ordinary.receive, self._ordinary.receive_whole)
         own_rules = any(isinstance(layer.rule, SamplerRule) for layer in recorder.layers)
-        if lone_sample_from_environment() and not (own_rules or self._watched()):
-            recorder.lone = self._lone_sample(strategy)
+        if not (own_rules or self._watched()):
+            if lone_sample_from_environment():
+                recorder.lone = self._lone_sample(strategy)
+            recorder.carried = self._carried(strategy)
         return strategy
+
+    def _carried(self, strategy: Ghost) -> Carries | None:
+        """What lets layers do without records; ``None`` where every layer must be seen."""
+        return None
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """What runs batches of one sample without taps; ``None`` where every layer must be seen."""

@@ -22,23 +22,25 @@ from opacus.core.platform.torch_internals import (
     tensor_parallel_names,
 )
 from opacus.core.privacy.clipping import Factors
+from opacus.core.ranks.carried import Carried
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
-from opacus.core.ranks.layout import sum_gradients
 from opacus.core.ranks.lone_units import LoneSampleOfUnits
 from opacus.core.ranks.mesh import ranks_of
+from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
-from opacus.core.ranks.reduction import ShardedSink
+from opacus.core.ranks.reduction import ShardedSink, can_reduce
 from opacus.core.ranks.replicated import LayerShares
 from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
+from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
 from opacus.core.record.whole import LoneSample
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink
+from opacus.core.sums.two_pass import TwoPass
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -161,6 +163,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             self._module, self._recorder, strategy.receive_whole, strategy.limits
         )
 
+    def _carried(self, strategy: Ghost) -> Carries | None:
+        """See there; where norms are deferred every layer keeps its record."""
+        shared = self.data_layout == "replicated" or strategy.deferred
+        if shared or not isinstance(strategy, OnePass):
+            return None
+        return Carried(self._module, self._recorder, strategy.receive_formed, strategy.limits)
+
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
         # Of a model that is also split by tensor parallelism, any layer may see DTensors.
@@ -214,7 +223,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _reductions(self) -> int:
         """How often gradients have been reduced past FSDP2."""
-        reductions: int = getattr(getattr(self._strategy, "sink", None), "reductions", 0)
+        sink = getattr(self._strategy, "sink", None)
+        reductions: int = getattr(sink, "reductions", 0)
         return reductions
 
     @timed(PARALLEL_NORMS)
@@ -239,12 +249,24 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
-        if not self.book_keeping:  # there FSDP2 reduces nothing
+        with self._recovering("sum"):
+            if not self._strategy.leaves_gradients():
+                self._unreached.rest()
+                super().sum_pass(losses, clipped, retain_graph)
+                return
             self._unreached.start(self._reached)
-        with self._recovering("sum"), reduced_at_once(self._module):
-            super().sum_pass(losses, clipped, retain_graph)
+            with reduced_at_once(self._module):
+                super().sum_pass(losses, clipped, retain_graph)
 
-    def _make_sink(self) -> GradientSink:
+    def _make_strategy(self) -> Ghost:
+        strategy = super()._make_strategy()
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        simple = all(can_reduce(getattr(p, "placements", ())) for p in trained)
+        if simple and isinstance(strategy, TwoPass) and not tensor_parallel_names(self._module):
+            strategy.let_wait(self._make_sink())
+        return strategy
+
+    def _make_sink(self) -> ShardedSink:
         parameters = dict(self._module.named_parameters())
         return ShardedSink(parameters, reduce_dtypes(self._module))
 

@@ -88,10 +88,11 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     def update_max_grad_norm(self) -> None:
         """Move C by one step, from the private count of the step's unclipped samples."""
-        batch = (self.expected_batch_size or max(self.sample_size, 1)) * self._layout.world_size
+        batch = self.expected_batch_size or max(self.sample_size, 1)
+        batch *= self._parallelism.world_size
         device = compute_device(self.params[0])
         fraction = private_fraction(
-            self._count, self.unclipped_num_std, batch, self._layout, device
+            self._count, self.unclipped_num_std, batch, self._parallelism, device
         )
         self.max_grad_norm = self._quantile.update(self.max_grad_norm, fraction)
         self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.platform.sharded import compute_device
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.core.step.loss_scale import NO_SCALER, ScaledStep, scaled_step
 
 
@@ -23,7 +23,7 @@ class PhysicalBatches:
     found_inf: Tensor | None = None
 
     params: list[nn.Parameter]
-    _layout: Single
+    _parallelism: Single
     _forget_clipping_norm: Callable[[], None]
     _scaled: ScaledStep = NO_SCALER
     _overflowed = False  # in any physical batch since the last real step
@@ -71,7 +71,7 @@ class PhysicalBatches:
 
     def overflowed_anywhere(self) -> bool:
         """Whether a batch of this step overflowed, the same answer on every rank."""
-        if not self._scaled.active or self._layout.world_size == 1:
+        if not self._scaled.active or self._parallelism.world_size == 1:
             return self._overflowed
         flag = torch.tensor([float(self._overflowed)], device=compute_device(self.params[0]))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -80,7 +80,7 @@ class PhysicalBatches:
     def skip_overflowed_step(self) -> None:
         """Release nothing and drop the sums; the accountant counts the step."""
         self._count_step(self._counts())
-        self._layout.skip_noise()
+        self._parallelism.skip_noise()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self.call_step_hooks()

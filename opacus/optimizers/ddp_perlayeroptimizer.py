@@ -41,7 +41,7 @@ class DistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptimizer):
     def _add_noise_parameter(self, p: nn.Parameter) -> None:
         """Write ``p.summed_grad`` plus noise to ``p.grad``, for one parameter."""
         summed: torch.Tensor = p.summed_grad  # type: ignore[attr-defined]
-        noise = self._layout.noise(self._privacy.noise_std, summed)
+        noise = self._parallelism.noise(self._privacy.noise_std, summed)
         p.grad = (summed + noise).to(p.dtype)
 
     def _scale_grad_parameter(self, p: nn.Parameter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from opacus.core.ranks.layout import DataParallel
+from opacus.core.ranks.parallelism import DataParallel
 from opacus.optimizers.optimizer import DPOptimizer
 
 
@@ -18,7 +18,7 @@ class DistributedDPOptimizer(DPOptimizer):
         RuntimeError: There is no process group.
     """
 
-    _layout_class = DataParallel
+    _parallelism_class = DataParallel
 
     def _set_up(self) -> None:
         super()._set_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from opacus.core.ranks.layout import Sharded
+from opacus.core.ranks.parallelism import Sharded
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
@@ -20,7 +20,7 @@ class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
         RuntimeError: There is no process group.
     """
 
-    _layout_class = Sharded
+    _parallelism_class = Sharded
     _overwrites_sums = True
 
     def _set_up(self) -> None:

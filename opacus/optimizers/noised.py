@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from opacus.core.platform.profiling import NOISE, timed
 from opacus.core.platform.sharded import locals_of
-from opacus.core.privacy.gradients import mark_processed, unprocessed
+from opacus.core.privacy.gradients import is_processed, mark_processed
 from opacus.core.privacy.noise import parameter_names
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.ranks.layout import Single, divide
+from opacus.core.ranks.parallelism import Single, divide
 from opacus.optimizers.adam import tell_noise
 
 UNCLEARED = (
@@ -31,7 +31,7 @@ class NoisedSums:
     expected_batch_size: Any
     loss_reduction: str
     _privacy: PrivacyParams
-    _layout: Single
+    _parallelism: Single
     _names: dict[int, str]  # of parameters, by id
     # Whether p.grad takes the place of p.summed_grad in a step, rather than being a copy.
     _overwrites_sums: bool = False
@@ -66,7 +66,7 @@ class NoisedSums:
             sums.append(torch.zeros_like(parameter) if summed is None else summed)
         check_processed(sums)
         self._note_clipping_norm()
-        std = self._privacy.noise_std_at(self._clipped_with) * self._layout.noise_growth
+        std = self._privacy.noise_std_at(self._clipped_with) * self._parallelism.noise_growth
         self._noise_std = std
         scales = self._clipped_scaled_by
         if scales is not None:
@@ -74,7 +74,7 @@ class NoisedSums:
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
-            noised = self._layout.noised(std, sums, dtypes, self._overwrites_sums, names)
+            noised = self._parallelism.noised(std, sums, dtypes, self._overwrites_sums, names)
             used: list[Tensor] = []
             try:
                 for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
@@ -121,9 +121,9 @@ class NoisedSums:
         if privacy.loss_reduction == "mean":
             assert privacy.expected_batch_size is not None
             divisor = privacy.expected_batch_size * self.accumulated_iterations
-            divisor *= self._layout.world_size
+            divisor *= self._parallelism.world_size
         if hasattr(self.original_optimizer, "noise_std"):
-            std = self._noise_std * self._layout.noise_spread
+            std = self._noise_std * self._parallelism.noise_spread
             tell_noise(self.original_optimizer, std / divisor)
         self._divide(divisor)
 
@@ -141,7 +141,7 @@ class NoisedSums:
         sums = [getattr(parameter, "summed_grad", None) for parameter in self.params]
         check_processed([total for total in sums if total is not None])
         with torch.no_grad():
-            self._layout.reduce(self.params)
+            self._parallelism.reduce(self.params)
 
 
 def check_processed(tensors: Sequence[Tensor]) -> None:
@@ -150,5 +150,5 @@ def check_processed(tensors: Sequence[Tensor]) -> None:
     Raises:
         ValueError: ``zero_grad`` was not called since.
     """
-    if None in unprocessed(tensors):
+    if any(map(is_processed, tensors)):
         raise ValueError(UNCLEARED)

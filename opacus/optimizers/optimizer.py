@@ -16,7 +16,7 @@ from opacus.core.privacy.clipping import Clipped, clip_flat
 from opacus.core.privacy.gradients import mark_processed, unprocessed
 from opacus.core.privacy.noise import gaussian
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.ranks.layout import Sharded, Single
+from opacus.core.ranks.parallelism import Sharded, Single
 from opacus.core.step.private_step import release
 from opacus.optimizers.batches import PhysicalBatches
 from opacus.optimizers.noised import NoisedSums, check_processed
@@ -104,7 +104,7 @@ class DPOptimizer(
         TypeError: An unknown keyword argument.
     """
 
-    _layout_class: ClassVar[type[Single]] = Single
+    _parallelism_class: ClassVar[type[Single]] = Single
     # Keywords that other optimizers understand; make_private passes them to all.
     _ignored_keywords: ClassVar[frozenset[str]] = frozenset()
 
@@ -136,7 +136,7 @@ class DPOptimizer(
             loss_reduction=loss_reduction,
         )
         self._privacy.gradient_scales = getattr(optimizer, "gradient_scales", None)
-        self._layout = self._layout_class(generator, secure_mode)
+        self._parallelism = self._parallelism_class(generator, secure_mode)
         # Of the model's hooks: checks what is about to be released.
         self.isolation: Isolation | None = None
         self._start_counting()
@@ -299,7 +299,7 @@ class DPOptimizer(
             return self.original_optimizer.step()
         self._step()
         if PROFILE.on and not self._is_last_step_skipped:
-            PROFILE.report(sharded=isinstance(self._layout, Sharded))
+            PROFILE.report(sharded=isinstance(self._parallelism, Sharded))
         return loss
 
     @timed(STEP)

@@ -8,7 +8,7 @@ from typing import Any
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.optimizers.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class CountedOptimizer(WrappedOptimizer):
 
     _privacy: PrivacyParams
     accumulated_iterations: int
-    _layout: Single
+    _parallelism: Single
 
     def _start_counting(self) -> None:
         self._number = 0  # of the step's noise, where that is correlated
@@ -78,17 +78,17 @@ class CountedOptimizer(WrappedOptimizer):
             ValueError: The batches in it cannot be one step.
         """
         found = counts(self._counters, self.accumulated_iterations) if self._counters else []
-        correlation = self._layout.correlation
+        correlation = self._parallelism.correlation
         if correlation is None:
             return found
-        self._number = number = self._layout.key.step
+        self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
 
     def _count_step(self, counts: list[Count]) -> None:
         for count in counts:
             count.record(self._privacy.noise_multiplier)
-        if self._layout.correlation is not None:
-            self._layout.correlation.pay(self._number)
+        if self._parallelism.correlation is not None:
+            self._parallelism.correlation.pay(self._number)
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.draws import Draws
-from opacus.core.ranks.layout import Single
-from opacus.core.ranks.meeting import Meetings, ranks_of
+from opacus.core.ranks.meeting import Meetings, ranks_holding
+from opacus.core.ranks.parallelism import Single
 
 logger = logging.getLogger(__name__)
 
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
-# Wrappers (of hooks, schedulers, profilers) between it and the step.
-MOST_FRAMES = 16
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
@@ -33,12 +30,9 @@ def only_makes_state(optimizer: Any) -> bool:
     ``get_state_dict`` and ``set_state_dict`` take a step of a new optimizer with gradients of
     zeros and a learning rate of zero, so that it has a state. Nothing is released by that.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        if frame is None or frame.f_globals.get("__name__") == STATE_DICT:
-            break
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != STATE_DICT or optimizer.state:
+    if STATE_DICT not in [frame.f_globals.get("__name__") for frame in callers()]:
+        return False
+    if optimizer.state:
         return False
     groups = optimizer.param_groups
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
@@ -48,7 +42,7 @@ def only_makes_state(optimizer: Any) -> bool:
 class CheckedOptimizer:
     """Compares the batches of steps with the accountant's assumptions."""
 
-    _layout: Single
+    _parallelism: Single
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
     _world_is_known = False
@@ -61,8 +55,8 @@ class CheckedOptimizer:
         self._draws = draws
         self._warned_of_no_draw = False
         self._met = 0
-        if self._layout.world_size > 1:
-            self._meetings = Meetings(ranks_of(self.params), "draws")
+        if self._parallelism.world_size > 1:
+            self._meetings = Meetings(ranks_holding(self.params), "draws")
 
     def _samples(self) -> int:
         raise NotImplementedError
@@ -78,7 +72,7 @@ class CheckedOptimizer:
         """
         if self._draws is None:
             return
-        if self._layout.correlation is not None and not self._draws.started:
+        if self._parallelism.correlation is not None and not self._draws.started:
             raise RuntimeError(
                 "correlated noise is for the batches of the data loader that make_private "
                 "returned, in which each sample takes part once a pass: iterate over that loader"
@@ -101,8 +95,8 @@ class CheckedOptimizer:
         finally:
             if error is not None:
                 raise error
-        if final and self._layout.correlation is not None:
-            self._layout.correlation.take_part(self._draws.part, self._layout.key.step)
+        if final and self._parallelism.correlation is not None:
+            self._parallelism.correlation.take_part(self._draws.part, self._parallelism.key.step)
 
     def _agree_on_draws(self, refusal: str) -> None:
         """Let no rank release what another one refuses, and then wait for it."""
@@ -128,7 +122,7 @@ class CheckedOptimizer:
             return
         self._world_is_known = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not several or type(self._layout) is not Single or switched_on(INDEPENDENT):
+        if not several or type(self._parallelism) is not Single or switched_on(INDEPENDENT):
             return
         self._world_is_known = False
         raise RuntimeError(

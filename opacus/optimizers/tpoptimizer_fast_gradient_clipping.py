@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opacus.core.ranks.layout import TensorParallel
+from opacus.core.ranks.parallelism import TensorParallel
 from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
@@ -13,4 +13,4 @@ class TPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
     every rank holds get the same noise on all of them.
     """
 
-    _layout_class = TensorParallel
+    _parallelism_class = TensorParallel

@@ -78,5 +78,17 @@ class WrappedOptimizer(Optimizer):
         """Load the state of the wrapped optimizer."""
         self.original_optimizer.load_state_dict(state_dict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, so that copies and pickles are: they would draw noise of their own, uncounted.
+
+        Raises:
+            TypeError: Always; it says what to do instead.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: its noise and batches are "
+            "those of one run. Save state_dict(), or the run with the engine's save_checkpoint(), "
+            "and call make_private for another one"
+        )
+
     def __repr__(self) -> str:
         return repr(self.original_optimizer)

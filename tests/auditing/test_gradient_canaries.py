@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
+from opacus import CorrelatedNoise, PrivacyEngine
 from opacus.auditing import AuditError, AuditReport, GradientCanaries
 from opacus.core.privacy.key import NOISE
 from opacus.optimizers import optimizer as optimizer_file
@@ -68,12 +68,12 @@ def audited(
 
 def noise_scaled(by: float) -> Plant:
     def plant(optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch) -> None:
-        noised = optimizer._layout.noised
+        noised = optimizer._parallelism.noised
 
         def wrong(std: float, *others: Any) -> Iterable[Tensor]:
             return noised(std * by, *others)  # type: ignore[no-any-return]
 
-        patch.setattr(optimizer._layout, "noised", wrong)
+        patch.setattr(optimizer._parallelism, "noised", wrong)
 
     return plant
 
@@ -81,12 +81,12 @@ def noise_scaled(by: float) -> Plant:
 def same_noise_each_step(
     optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch
 ) -> None:
-    patch.setattr(optimizer._layout.key, "advance", lambda purpose: 0)
+    patch.setattr(optimizer._parallelism.key, "advance", lambda purpose: 0)
 
 
 def same_noise_now_and_then(optimizer: Any, engine: Any, audit: Any, patch: Any) -> None:
     """As after a checkpoint that was loaded without its counter."""
-    key = optimizer._layout.key
+    key = optimizer._parallelism.key
     steps = iter([*range(STEPS // 2), *range(3, STEPS)])
     advance = key.advance
     patch.setattr(key, "advance", lambda p: next(steps) if p == NOISE else advance(p))
@@ -94,7 +94,7 @@ def same_noise_now_and_then(optimizer: Any, engine: Any, audit: Any, patch: Any)
 
 def same_noise_on_ranks(optimizer: Any, engine: Any, audit: Any, patch: pytest.MonkeyPatch) -> None:
     """What two shards with one stream each would draw."""
-    noised = optimizer._layout.noised
+    noised = optimizer._parallelism.noised
 
     def wrong(std: float, sums: list[Tensor], *others: Any) -> Iterable[Tensor]:
         for total, result in zip(sums, noised(std, sums, *others), strict=True):
@@ -103,7 +103,7 @@ def same_noise_on_ranks(optimizer: Any, engine: Any, audit: Any, patch: pytest.M
                 result = total + torch.cat([half, half])
             yield result
 
-    patch.setattr(optimizer._layout, "noised", wrong)
+    patch.setattr(optimizer._parallelism, "noised", wrong)
 
 
 def factors_are(change: Callable[[Tensor], Tensor]) -> Plant:
@@ -237,6 +237,8 @@ def test_what_cannot_be_audited_is_refused() -> None:
         GradientCanaries(10)
     with pytest.raises(ValueError, match="noise_multiplier is 0"):
         audited(noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="not correlated"):
+        audited(correlated_noise=CorrelatedNoise.square_root(2, steps=50, separation=2))
     audit = GradientCanaries(CANARIES)
     with pytest.raises(ValueError, match="nothing can be said"):
         audit.report(delta=1e-5)

@@ -73,10 +73,10 @@ def test_a_true_run_passes_and_goes_on(mode: str) -> None:
     assert report.scores.shape == (B,)
     assert report.scores.min() > 0.99  # every gradient is longer than C, so all are at the limit
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
-    assert len(run.engine.accountant) == run.optimizer._layout.key.step == 0
+    assert len(run.engine.accountant) == run.optimizer._parallelism.key.step == 0
     for batch in run.loader:
         run.step(batch)
-    assert len(run.engine.accountant) == len(run.loader) == run.optimizer._layout.key.step
+    assert len(run.engine.accountant) == len(run.loader) == run.optimizer._parallelism.key.step
     assert not torch.equal(before[0], next(run.model.parameters()))
 
 

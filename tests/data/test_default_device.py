@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.checkpoints.positions import LoaderPosition
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.core.step.adaptive import private_fraction
 from opacus.data_loader import DPDataLoader, switch_generator
 from opacus.utils import uniform_sampler

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.ranks.layout import Sharded, Single, TensorParallel
+from opacus.core.ranks.parallelism import Sharded, Single, TensorParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import run_distributed
 
@@ -132,13 +132,13 @@ def names_and_zeros(make: Callable[[str], Tensor]) -> tuple[list[str], list[Tens
     return list(SHAPES), [make(name) for name in SHAPES]
 
 
-def noise_of_layout(layout: Single, make: Callable[[str], Tensor], steps: int = 2) -> Tensor:
+def drawn_by(parallelism: Single, make: Callable[[str], Tensor], steps: int = 2) -> Tensor:
     """All noise of some steps, each parameter whole: what it is added to is zero."""
     drawn = []
     for _ in range(steps):
         names, zeros = names_and_zeros(make)
         dtypes = [torch.float32] * len(zeros)
-        for t in layout.noised(1.0, zeros, dtypes, in_place=True, names=names):
+        for t in parallelism.noised(1.0, zeros, dtypes, in_place=True, names=names):
             drawn.append((t.full_tensor() if isinstance(t, DTensor) else t).flatten())
     return torch.cat(drawn)
 
@@ -148,7 +148,7 @@ def generator() -> torch.Generator:
 
 
 def one_process() -> Tensor:
-    return noise_of_layout(Single(generator()), lambda name: torch.zeros(SHAPES[name]))
+    return drawn_by(Single(generator()), lambda name: torch.zeros(SHAPES[name]))
 
 
 def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -168,15 +168,15 @@ def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
     found = {}
     seed = generator() if rank == 0 else torch.Generator().manual_seed(99)  # rank 0's counts
     line = init_device_mesh("cpu", (world_size,))
-    found["rows"] = noise_of_layout(Sharded(seed), split(line, lambda name: [Shard(0)]))
+    found["rows"] = drawn_by(Sharded(seed), split(line, lambda name: [Shard(0)]))
     columns = split(line, lambda name: [Shard(1 if name == "1.weight" else 0)])
-    found["columns"] = noise_of_layout(TensorParallel(generator()), columns)
-    plain = noise_of_layout(TensorParallel(generator()), lambda name: torch.zeros(SHAPES[name]))
+    found["columns"] = drawn_by(TensorParallel(generator()), columns)
+    plain = drawn_by(TensorParallel(generator()), lambda name: torch.zeros(SHAPES[name]))
     found["held whole"] = plain
     if world_size == 4:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         hybrid = split(square, lambda name: [Replicate(), Shard(0)])
-        found["HSDP"] = noise_of_layout(Sharded(generator()), hybrid)
+        found["HSDP"] = drawn_by(Sharded(generator()), hybrid)
         both = {
             "0.weight": (Shard(0), Shard(1)),
             "1.weight": (_StridedShard(0, split_factor=2), Shard(0)),
@@ -184,7 +184,7 @@ def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
         of = split(square, lambda name: both.get(name, (Shard(0), Replicate())))
         SHAPES["1.weight"] = TWELVE  # torch deals uneven strided shards out otherwise
         try:
-            found["TP x FSDP"] = noise_of_layout(Sharded(generator()), of)
+            found["TP x FSDP"] = drawn_by(Sharded(generator()), of)
         finally:
             SHAPES["1.weight"] = (10, 16)
     return found

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import progress, run_distributed

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from memory_test.benchmarks import experiment_plots, experiment_tables, measured, tables
+from memory_test.benchmarks import cards_plot, experiment_plots, experiment_tables, measured, tables
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 SMALL_SERIES = Path(__file__).parents[1] / "memory_test" / "data" / "results"
@@ -64,6 +64,8 @@ def test_the_plots_were_drawn_from_the_results() -> None:
         assert drawn.name in shown
         with image.open(experiment_plots.FOLDER / drawn.name) as picture:
             assert picture.text["Source"] == drawn.source, f"{drawn.name}: {REDRAW}"
+    with image.open(cards_plot.PICTURE) as picture:
+        assert picture.text["Source"] == cards_plot.source(), "run cards_plot.py"
 
 
 def images(page: Path) -> list[str]:

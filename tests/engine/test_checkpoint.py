@@ -160,7 +160,7 @@ def first_noise(rank: int, world_size: int, folder: str, load: str, save: str) -
     run[0].save_checkpoint(path=f"{folder}/{save}", module=run[1], optimizer=run[2])
     reference = next(iter(run[2].params))
     zeros = torch.zeros_like(reference)
-    (noise,) = run[2]._layout.noised(1.0, [zeros], [zeros.dtype])
+    (noise,) = run[2]._parallelism.noised(1.0, [zeros], [zeros.dtype])
     return noise.full_tensor()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.ranks.layout import DataParallel
+from opacus.core.ranks.parallelism import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import progress, run_distributed
@@ -61,7 +61,7 @@ class Run:
 
     def train(self, steps: int) -> list[Tensor]:
         """All noise that the steps had."""
-        drawn, layout = [], self.optimizer._layout
+        drawn, layout = [], self.optimizer._parallelism
         rows = slice(None)
         if layout.world_size > 1:
             rows = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
@@ -161,7 +161,7 @@ def test_runs_without_a_seed_never_share_noise(
     assert "secret" not in torch.load(tmp_path / "run.pt")["noise_generator"]
     runs = [run, *(Run(model(), "hooks", own=False) for _ in range(2))]
     for one in runs[1:]:
-        assert one.load(tmp_path / "run.pt") and one.optimizer._layout.key.step == 2
+        assert one.load(tmp_path / "run.pt") and one.optimizer._parallelism.key.step == 2
     rest = [one.train(2) for one in runs]
     for a, b in itertools.combinations([first, *rest], 2):
         assert not repeats(a, b)
@@ -182,18 +182,22 @@ def test_loading_the_model_alone_does_not_start_the_noise_again(
         engine.load_checkpoint(path=tmp_path / "model.pt", module=model())
         optimizer = resumed.optimizer
         engine._prepare_noise(optimizer, resumed.module)
-    assert resumed.optimizer._layout.key.step == 2
+    assert resumed.optimizer._parallelism.key.step == 2
     assert not repeats(first, resumed.train(2))
 
 
-def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path) -> None:
+def test_going_back_to_a_checkpoint_in_the_same_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(model(), "hooks")
     run.train(1)
     run.save(tmp_path / "run.pt")
     run.load(tmp_path / "run.pt")  # nothing has happened since: no warning
+    assert "not counted any more" not in caplog.text
     given_up = run.train(2)
     with pytest.warns(UserWarning, match=rf"more steps than the checkpoint.*{NEW_SEED}"):
         run.load(tmp_path / "run.pt")
+    assert "3 steps have been taken or loaded before, and the checkpoint counts 1" in caplog.text
     assert not repeats(given_up, run.train(2))
 
 
@@ -211,6 +215,7 @@ def test_going_back_to_a_checkpoint_again(model_first: bool, tmp_path: Path) -> 
             run.load(tmp_path / "run.pt")
     with pytest.warns(UserWarning, match=rf"more steps than the checkpoint.*{NEW_SEED}"):
         run.load(tmp_path / "run.pt")
+    assert "3 steps have been taken or loaded before, and the checkpoint counts 1" in caplog.text
     assert not repeats(given_up, run.train(2))
 
 
@@ -288,13 +293,13 @@ def go_back(rank: int, world_size: int, folder: str) -> bool:
     run = distributed_run("ghost_fsdp")
     run.train(1)
     run.save(f"{folder}/run.pt")
-    given_up = run.optimizer._layout.noise(1.0, run.optimizer.params[0]).full_tensor()
+    given_up = run.optimizer._parallelism.noise(1.0, run.optimizer.params[0]).full_tensor()
     run.train(1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run.load(f"{folder}/run.pt")
     assert [NEW_SEED in str(w.message) for w in said] == [True] * (rank == 0)
-    again = run.optimizer._layout.noise(1.0, run.optimizer.params[0]).full_tensor()
+    again = run.optimizer._parallelism.noise(1.0, run.optimizer.params[0]).full_tensor()
     return bool(torch.isclose(given_up, again).any())
 
 

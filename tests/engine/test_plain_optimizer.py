@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -75,3 +77,12 @@ def test_steps_by_hand_and_a_second_private_optimizer_work() -> None:
     second[1].zero_grad()
     backward(second)
     second[1].step()  # the guard of the first is gone
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_would_be_another_run(how: Any, mode: str) -> None:
+    model = nn.Linear(4, 2)
+    made = private(torch.optim.SGD(model.parameters(), lr=0.1), model, mode)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        how(made[1])

@@ -124,6 +124,17 @@ def test_make_private_makes_a_plan_that_makes_it_again(kw: dict[str, Any]) -> No
         plan.noise_multiplier = 0.1
 
 
+def test_the_plan_of_a_run_follows_its_schedules() -> None:
+    optimizer = private()[1][1]
+    asked = optimizer.plan
+    optimizer.noise_multiplier, optimizer.max_grad_norm = 0.7, 0.2
+    assert (asked.noise_multiplier, asked.max_grad_norm) == (1.0, 0.5)
+    assert (optimizer.plan.noise_multiplier, optimizer.plan.max_grad_norm) == (0.7, 0.2)
+    optimizer = private(max_grad_norm=[0.3, 0.4], clipping="per_layer")[1][1]
+    optimizer.max_grad_norm = 1.0  # of the whole gradient, so both double
+    assert optimizer.plan.max_grad_norm == pytest.approx((0.6, 0.8))
+
+
 CHANGES = [
     ({"sampling": UserRows(3)}, "sampling='UserRows'"),
     ({"privacy_unit": "unit_ids"}, "privacy_unit='unit_ids'"),
@@ -143,7 +154,8 @@ def test_a_run_of_another_unit_does_not_go_on(
         engine.save_checkpoint(path=file, module=made[0], optimizer=made[1])
     else:
         Checkpointer(tmp_path, engine=engine, module=made[0], optimizer=made[1]).save()
-    for arguments, refused in ((kw, False), ({}, True)):
+    others = [{}, {"sampling": UserRows(4)}] if "sampling" in kw else [{}]
+    for arguments, refused in ((kw, False), *((other, True) for other in others)):
         other, again = private(**arguments)
         before = again[0]._module.weight.detach().clone()
 
@@ -155,7 +167,9 @@ def test_a_run_of_another_unit_does_not_go_on(
                 Checkpointer(tmp_path, engine=other, module=again[0], optimizer=again[1]).load()
 
         if refused:
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(
+                ValueError, match=message if not arguments else r"rows=3 \(here 4\)"
+            ):
                 load()
             assert torch.equal(again[0]._module.weight, before) and len(other.accountant) == 0
         else:

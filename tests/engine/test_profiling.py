@@ -168,13 +168,13 @@ def test_the_noise_is_not_counted_in_the_step(
     """A slow phase shows in its own line and in no other."""
     monkeypatch.setenv("OPACUS_PROFILE_DETAILED", "1")
     _, optimizer, backward = private("ghost")
-    noised = optimizer._layout.noised
+    noised = optimizer._parallelism.noised
 
     def slow(*args: Any) -> Any:
         profiling.time.sleep(0.2)
         return noised(*args)
 
-    optimizer._layout.noised = slow
+    optimizer._parallelism.noised = slow
     backward()
     optimizer.step()
     found = map(LINE.fullmatch, capsys.readouterr().out.splitlines())

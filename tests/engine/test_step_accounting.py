@@ -119,17 +119,17 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_failure_while_noise_is_drawn_leaves_nothing(mode: str) -> None:
     engine = PrivacyEngine()
     model, optimizer, criterion, _ = private(mode, engine)
-    noised = optimizer._layout.noised
+    noised = optimizer._parallelism.noised
 
     def after_one(*args: Any) -> Any:
         yield next(iter(noised(*args)))
         failing()
 
-    optimizer._layout.noised = after_one
+    optimizer._parallelism.noised = after_one
     weight = model._module.weight.detach().clone()
     with pytest.raises(MemoryError):
         step(model, optimizer, criterion)
-    optimizer._layout.noised = noised
+    optimizer._parallelism.noised = noised
     for parameter in optimizer.params:  # neither the sum nor a part of what was noised
         assert parameter.grad is None
         assert parameter.summed_grad is None and parameter.grad_sample is None

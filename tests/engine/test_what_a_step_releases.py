@@ -20,13 +20,13 @@ from tests.helpers.releases import CLIP, GHOST, MODES, B, batch, build, check, p
 def releases(optimizer: Any) -> list[tuple[float, float]]:
     """For each step to come, the noise's standard deviation and the norm of the sum."""
     seen: list[tuple[float, float]] = []
-    noised = optimizer._layout.noised
+    noised = optimizer._parallelism.noised
 
     def spy(std: float, sums: list[Tensor], *others: Any) -> Iterable[Tensor]:
         seen.append((std, torch.cat([s.flatten() for s in sums]).norm().item()))
         return noised(std, sums, *others)  # type: ignore[no-any-return]
 
-    optimizer._layout.noised = spy
+    optimizer._parallelism.noised = spy
     return seen
 
 

@@ -101,7 +101,7 @@ def clipped_sum(
 
 def white(run: Run, number: int) -> list[Tensor]:
     """The draws of one step, of standard deviation 1."""
-    layout, params = run.optimizer._layout, run.optimizer.params
+    layout, params = run.optimizer._parallelism, run.optimizer.params
     names, zeros = run.optimizer._noise_names(params), [torch.zeros_like(p) for p in params]
     for zero, name in zip(zeros, names, strict=True):
         add_noise(1.0, [(zero, zero, name)], layout.key, "noise", layout.secure_mode, number)

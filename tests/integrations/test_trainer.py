@@ -59,6 +59,7 @@ def test_without_noise_it_is_the_plain_trainer(tmp_path: Path, mode: str) -> Non
     losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, ours)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert len(ours.privacy_engine.accountant) == ours.state.global_step == 3
+    assert plain.state.total_flos == ours.state.total_flos > 0
 
 
 def test_a_model_in_eval_mode_as_from_pretrained_gives_it(tmp_path: Path) -> None:
@@ -134,6 +135,19 @@ def test_clipped_sums_of_texts_of_any_length(tmp_path: Path, mode: str) -> None:
     sizes = [batch.size for batch, _ in trainer.seen]
     assert len(set(sizes)) > 1 and max(sizes) > 1
     assert len(trainer.privacy_engine.accountant) == 14
+
+
+def test_a_size_of_ones_own_and_room_for_larger_draws(tmp_path: Path) -> None:
+    """The noise multiplier counts on the rate, the update divides by the size, C is passed."""
+    privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3, expected_batch_size=3)
+    trainer = trained(
+        Watched, llama(), tmp_path, Texts(), privacy, max_steps=8, per_device_train_batch_size=12
+    )
+    assert min(check_steps(trainer, llama(), 0.3)) > 0.3
+    assert trainer.privacy_engine.accountant.history == [(0.0, 3 / 12, 8)]
+    assert all(len(batch.chunks) == 1 for batch, _ in trainer.seen)  # 12 have room
+    assert len({batch.size for batch, _ in trainer.seen}) > 1
+    assert trainer.guarantee().expected_batch == 3
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])

@@ -89,7 +89,7 @@ def test_nothing_in_a_checkpoint_is_secret(tmp_path: Path) -> None:
 
     class Look(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            kept.append(trainer.optimizer._layout.key.key.secret)
+            kept.append(trainer.optimizer._parallelism.key.key.secret)
 
     trainer.add_callback(Look())
     trainer.train()

@@ -37,6 +37,11 @@ PRIVACY = DPArguments(noise_multiplier=1.0)
             "clipping_norm must be finite and above 0",
         ),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be below 1"),
+        (
+            {"noise_multiplier": 1.0, "expected_batch_size": 0},
+            "expected_batch_size must be a whole",
+        ),
+        ({"noise_multiplier": 1.0, "expected_batch_size": 2.5}, "expected_batch_size must be a"),
         ({"noise_multiplier": 1.0, "grad_sample_mode": "fast"}, "grad_sample_mode must be one of"),
         ({"noise_multiplier": 1.0, "accountant": "none"}, "none"),
         ({"noise_multiplier": 1.0, "privacy_unit": "user"}, "privacy_unit must be one of .* users"),
@@ -107,6 +112,16 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 def test_data(tmp_path: Path, data: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DPTrainer(llama(), arguments(tmp_path), train_dataset=data, privacy=PRIVACY)
+
+
+def test_a_size_that_is_said_twice_or_cannot_be_drawn(tmp_path: Path) -> None:
+    privacy = DPArguments(noise_multiplier=1.0, expected_batch_size=8)
+    for args, words in (
+        (arguments(tmp_path, gradient_accumulation_steps=2), "both say how many"),
+        (arguments(tmp_path), "expected to draw 8 examples .* train_dataset has 7"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DPTrainer(llama(), args, train_dataset=Texts(7), privacy=privacy)
 
 
 def test_other_refusals(tmp_path: Path) -> None:

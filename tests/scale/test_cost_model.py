@@ -20,7 +20,7 @@ from memory_test.scale.paper import rows
 from memory_test.scale.rates import read
 from memory_test.scale.shapes import block_on_meta, linears
 from memory_test.scale.ways import planned
-from opacus.core.sums.strategy import default_budget
+from opacus.core.sums.limits import default_budget
 
 GB = 2**30
 

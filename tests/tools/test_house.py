@@ -17,8 +17,8 @@ MOST_METHODS = {
     "opacus.core.record.recorder.Recorder": 12,
     "opacus.core.record.taps.Taps": 12,
     "opacus.core.record.hooks.LayerHooks": 12,
-    "opacus.core.norms.ledger.NormLedger": 14,
-    "opacus.core.sums.strategy.Ghost": 13,
+    "opacus.core.norms.ledger.NormLedger": 12,
+    "opacus.core.sums.strategy.Ghost": 12,
     "opacus.optimizers.optimizer.DPOptimizer": 12,
 }
 # No class has more.
@@ -26,7 +26,7 @@ MOST_OF_ANY = 25
 
 
 @pytest.mark.parametrize(
-    ("mode", "files", "moves", "returns"), [("ghost_bk", 64, 410, 80), ("hooks", 55, 480, 140)]
+    ("mode", "files", "moves", "returns"), [("ghost_bk", 63, 405, 80), ("hooks", 55, 480, 140)]
 )
 def test_a_step_of_eight_layers_stays_readable(
     mode: str, files: int, moves: int, returns: int

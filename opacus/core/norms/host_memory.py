@@ -7,13 +7,13 @@ is made each way, so that the same code is tested there.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opacus.core.platform.host_copies import from_host, to_host
 from opacus.core.record.record import Record
 
 
@@ -28,16 +28,7 @@ class Away:
         self._device = tensor.device
         self._back: Tensor | None = None
         self._event: Any = None
-        on_gpu = tensor.is_cuda
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
-        if not on_gpu:
-            self._host.copy_(tensor)
-            return
-        side = _side(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(side)
+        self._host, _ = to_host(tensor)
 
     @property
     def bytes(self) -> int:
@@ -46,18 +37,8 @@ class Away:
 
     def fetch(self) -> None:
         """Begin to copy it back."""
-        if self._back is not None:
-            return
-        if self._device.type != "cuda":
-            self._back = self._host.clone()
-            return
-        side = _side(self._device)
-        self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
-        side.wait_stream(torch.cuda.current_stream(self._device))  # whose memory it was
-        with torch.cuda.stream(side):
-            self._back.copy_(self._host, non_blocking=True)
-            self._event = side.record_event()
-        self._back.record_stream(side)
+        if self._back is None:
+            self._back, self._event = from_host(self._host, self._device)
 
     def back(self) -> Tensor:
         """The tensor, on its device again."""
@@ -68,42 +49,17 @@ class Away:
         return self._back
 
 
-class HostMemory:
-    """What has been sent there, by the parameter whose sum needs it."""
-
-    def __init__(self) -> None:
-        self.formed: dict[str, Away] = {}
-        self.records: list[Record] = []
-        self._by_owner: dict[str, list[Record]] = {}
-
-    def send(self, record: Record) -> None:
-        """The record's tensors."""
-        sent = tree_map_only(Tensor, Away, (record.activations, record.backprops))
-        record.put_tensors(*sent)
-        self.records.append(record)
-        for owner in {record.layer.owners[n] for n in record.spec.params}:
-            self._by_owner.setdefault(owner, []).append(record)
-
-    def fetch(self, owner: str) -> None:
-        """Begin to copy back what a parameter's sum needs."""
-        if owner in self.formed:
-            self.formed[owner].fetch()
-        for record in self._by_owner.get(owner, ()):
-            tree_map_only(Away, Away.fetch, (record.activations, record.backprops))
-
-    def take(self, owner: str) -> Tensor | None:
-        """A parameter's stored gradients; its records have their tensors again."""
-        formed = self.formed.pop(owner, None)
-        for record in self._by_owner.pop(owner, ()):
-            back = tree_map_only(Away, Away.back, (record.activations, record.backprops))
-            record.put_tensors(*back)
-            record.versions = [t._version for t in record.tensors]
-        return None if formed is None else formed.back()
-
-    def __bool__(self) -> bool:
-        return bool(self.formed or self._by_owner)
+def send(record: Record) -> None:
+    """Let a record's tensors wait in host memory; until :func:`bring_back` it has none."""
+    record.put_tensors(*tree_map_only(Tensor, Away, (record.activations, record.backprops)))
 
 
-@functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def fetch(record: Record) -> None:
+    """Begin to copy the tensors of a record back that is away."""
+    tree_map_only(Away, Away.fetch, (record.activations, record.backprops))
+
+
+def bring_back(record: Record) -> None:
+    """A record that was away has its tensors again."""
+    record.put_tensors(*tree_map_only(Away, Away.back, (record.activations, record.backprops)))
+    record.keep()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
-from opacus.core.norms.host_memory import Away, HostMemory
+from opacus.core.norms.host_memory import Away, send
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import SENT_ELEMENTS
 from opacus.core.record.record import Record
@@ -23,8 +23,8 @@ class Kept:
         formed: Per-sample gradients ``[B, *shape]`` by parameter name.
         rounded: Those of them that are stored in float8, with their scales.
         layers: Names of the layers all of whose gradients are among them.
-        held: Records whose gradients are not.
-        away: Gradients and records that wait in host memory.
+        held: Records whose gradients are not; their tensors may be in host memory.
+        away: Per-sample gradients in host memory, by parameter name.
         whole: Whether the gradients are those of a lone sample.
     """
 
@@ -34,7 +34,7 @@ class Kept:
         self._before_rounding: dict[str, Tensor] = {}
         self.layers: set[str] = set()
         self.held: list[Record] = []
-        self.away = HostMemory()
+        self.away: dict[str, Away] = {}
         self.whole = False
 
     @each_layer
@@ -93,12 +93,11 @@ class Kept:
         here = [o for o in owners if o in self.formed and self.formed[o].numel() >= SENT_ELEMENTS]
         squares = self.squares(here)
         for owner in here:
-            self.away.formed[owner] = Away(self.formed.pop(owner))
+            self.away[owner] = Away(self.formed.pop(owner))
             self._before_rounding.pop(owner, None)
         for record in self.held:
-            if record.spec.name in layers:
-                self.away.send(record)
-        self.held = [r for r in self.held if r.spec.name not in layers]
+            if record.spec.name in layers and record.tensors:
+                send(record)
         return squares
 
     def add_whole(self, grads: Mapping[str, Tensor]) -> None:
@@ -109,6 +108,13 @@ class Kept:
             known = self.formed.get(owner)
             self.formed[owner] = dense if known is None else known + dense
 
+    def add_formed(self, grads: Mapping[str, Tensor], layers: Iterable[str]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` by parameter name, of these layers."""
+        self.layers.update(layers)
+        for owner, grad in grads.items():
+            known = self.formed.get(owner)
+            self.formed[owner] = grad if known is None else add_rows(known, grad)
+
     def squares(self, owners: Iterable[str]) -> dict[str, Tensor]:
         """Squared norms of those of these parameters whose gradients were formed."""
         own = [o for o in owners if o in self.formed]
@@ -118,9 +124,9 @@ class Kept:
         return found | dict(zip(plain, squares, strict=True))
 
     def take_held(self) -> list[Record]:
-        """The records, for the sum, those in host memory too; they are forgotten here."""
+        """The records, for the sum; they are forgotten here."""
         held, self.held = self.held, []
-        return held + self.away.records
+        return held
 
 
 class Queue:
@@ -137,7 +143,7 @@ class Queue:
         Returns:
             The oldest ones that stand alone, for which there is no room any more.
         """
-        keep(record)
+        record.keep()
         self.records.append(record)
         self._bytes += _bytes_of(record)
         out: list[Record] = []
@@ -149,7 +155,7 @@ class Queue:
                 continue
             del self.records[index]
             self._bytes -= _bytes_of(oldest)
-            check_unchanged(oldest)
+            oldest.check_unchanged()
             out.append(oldest)
         return out
 
@@ -161,7 +167,7 @@ class Queue:
         """
         records, self.records, self._bytes = self.records, [], 0
         for record in records:
-            check_unchanged(record)
+            record.check_unchanged()
         return records
 
 
@@ -171,28 +177,6 @@ def add_rows(known: Tensor, grad: Tensor) -> Tensor:
         return known + grad
     rows = max(known.shape[0], grad.shape[0])
     return pad_rows(known, rows) + pad_rows(grad, rows)
-
-
-def keep(record: Record) -> None:
-    """The record is to be used once the backward pass has gone on."""
-    if record.borrowed:
-        record.hold()
-    record.versions = [t._version for t in record.tensors]
-
-
-def check_unchanged(record: Record) -> None:
-    """Refuse a kept record whose tensors have been overwritten.
-
-    Raises:
-        RuntimeError: Names the layer. What is summed would not be what was measured.
-    """
-    if record.versions is not None and record.versions != [t._version for t in record.tensors]:
-        raise RuntimeError(
-            f"the input or the output gradient of {record.spec} was changed in place after the "
-            "backward pass had come by (by a backward function that overwrites its gradient, or "
-            "hooks that bring saved tensors back to one buffer). Use deferred_norm=False and a "
-            "mode without _bk, in which nothing is kept"
-        )
 
 
 def _bytes_of(record: Record) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.sums.float8 import Rounded
-from opacus.core.norms.kept import Kept, Queue, keep
+from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
@@ -43,6 +43,38 @@ class Storage(Protocol):
         """Its norm is known, or will be."""
 
 
+class SquaredNorms:
+    """Squared norms ``[B]`` of the layers that have been measured, by parameter.
+
+    Args:
+        batch: Number of samples B.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.by_owner: dict[str, Tensor] = {}
+        self.layers: set[str] = set()
+
+    def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
+        """The squared norms of a layer, by local name."""
+        self.layers.add(record.spec.name)
+        for name, value in norm_sq.items():
+            self.add(record.layer.owners[name], value)
+
+    def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
+        """Those of parameters of several layers or uses, by name in the model."""
+        for owner, value in norm_sq.items():
+            self.add(owner, value)
+        self.layers.update(record.spec.name for record in records)
+
+    def add(self, owner: str, norm_sq: Tensor) -> None:
+        """One more part of a parameter's gradients has been measured."""
+        if len(norm_sq) != self.batch:  # rows beyond a packed sequence's end
+            norm_sq = pad_rows(norm_sq, self.batch)
+        known = self.by_owner.get(owner)
+        self.by_owner[owner] = norm_sq if known is None else known + norm_sq
+
+
 class NormLedger:
     """Squared per-sample gradient norms of one batch, by parameter name.
 
@@ -73,10 +105,9 @@ class NormLedger:
         self.batch = batch
         self.deferred = deferred
         self.planner = planner
+        self.norms = SquaredNorms(batch)
         self.kept = Kept()
-        self._norm_sq: dict[str, Tensor] = {}
         self._queue = Queue(budget_bytes)
-        self._done: set[str] = set()
 
     @property
     def waiting(self) -> list[Record]:
@@ -86,7 +117,7 @@ class NormLedger:
     @property
     def tapped(self) -> bool:
         """Whether there were records."""
-        return bool(self._done or self.kept.layers or self._queue.records)
+        return bool(self.norms.layers or self.kept.layers or self._queue.records)
 
     def add(self, record: Record) -> None:
         """Take one record; see the class for when its norm is computed.
@@ -105,7 +136,7 @@ class NormLedger:
         if planner is not None and rule.as_given and not alone and planner.stores(record):
             self.kept.form(record)  # with logits that the backward pass forms in any case
             return
-        if name in self._done:
+        if name in self.norms.layers:
             raise RuntimeError(
                 f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
                 "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
@@ -117,14 +148,30 @@ class NormLedger:
         for oldest in self._queue.put(record):
             self.settle([oldest])
 
+    def take_formed(self, grads: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` by parameter name, which had no records.
+
+        Args:
+            grads: Of all uses of these parameters in a forward pass.
+            layer_of: The layer of each.
+
+        Raises:
+            ValueError: There is another number of losses.
+        """
+        for owner, grad in grads.items():
+            if grad.shape[0] != self.batch:
+                raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
+        self.kept.add_formed(grads, layer_of.values())
+
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""
-        return layer in self._done or layer in self.kept.layers
+        return layer in self.norms.layers or layer in self.kept.layers
 
     def known(self, owners: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The squared norms computed so far, of all parameters or of ``owners`` alone."""
-        wanted = self._norm_sq.keys() | self.kept.formed.keys() if owners is None else set(owners)
-        measured = {o: self._norm_sq[o] for o in wanted & self._norm_sq.keys()}
+        known = self.norms.by_owner
+        wanted = known.keys() | self.kept.formed.keys() if owners is None else set(owners)
+        measured = {o: known[o] for o in wanted & known.keys()}
         return {**self.kept.squares(wanted), **measured}
 
     def finish(self) -> dict[str, Tensor]:
@@ -135,18 +182,17 @@ class NormLedger:
                 if record.spec.name in self.kept.layers:
                     self.kept.form(record)
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
-        formed = self.kept.formed
-        left = [owner for owner in formed if owner not in self._norm_sq]
+        left = [owner for owner in self.kept.formed if owner not in self.norms.by_owner]
         for owner, norm_sq in self.kept.squares(left).items():
-            self._accumulate(owner, norm_sq)
-        return self._norm_sq
+            self.norms.add(owner, norm_sq)
+        return self.norms.by_owner
 
     def hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
         if self.planner is None:
             return
         for record in records:
-            keep(record)
+            record.keep()
         self.kept.held += records
 
     def settle(
@@ -180,18 +226,18 @@ class NormLedger:
             ]
         elif len(records) == 1 and _is_cheaply_formed(records[0]):
             kept.form(records[0])
-            self._done.add(records[0].spec.name)
+            self.norms.layers.add(records[0].spec.name)
             return
         if compute is not None and records:
             compute(records)
         elif compute is None:
             for r in records:
-                self.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
+                self.norms.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
         visit = planner.leaving() if limited and planner is not None else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
-                self._accumulate(owner, norm_sq)
+                self.norms.add(owner, norm_sq)
 
     def _left_to_a_replay(self, record: Record) -> bool:
         """Whether a record was measured and is not kept, for its block runs again."""
@@ -199,29 +245,11 @@ class NormLedger:
         visit = self.planner.replays(record)
         if visit is not None:
             for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
-                self._accumulate(owner, norm_sq)
+                self.norms.add(owner, norm_sq)
             rule = record.layer.rule
-            self.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
+            self.norms.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
         self.planner.visited(record)
         return visit is not None
-
-    def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
-        """The squared norms of a layer, by local name."""
-        self._done.add(record.spec.name)
-        for name, value in norm_sq.items():
-            self._accumulate(record.layer.owners[name], value)
-
-    def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
-        """Those of parameters of several layers or uses, by name in the model."""
-        for owner, value in norm_sq.items():
-            self._accumulate(owner, value)
-        self._done.update(record.spec.name for record in records)
-
-    def _accumulate(self, owner: str, norm_sq: Tensor) -> None:
-        if len(norm_sq) != self.batch:  # rows beyond a packed sequence's end
-            norm_sq = pad_rows(norm_sq, self.batch)
-        known = self._norm_sq.get(owner)
-        self._norm_sq[owner] = norm_sq if known is None else known + norm_sq
 
 
 def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:
@@ -250,7 +278,7 @@ def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) ->
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
         return torch.zeros(batch, dtype=torch.float32, device=device)
-    values = [value.to(device) for value in norm_sq.values()]
+    values = [v if v.device == device else v.to(device) for v in norm_sq.values()]
     return torch.stack(values).sum(0).sqrt()
 
 
@@ -262,8 +290,13 @@ def check_rows(record: Record, batch: int) -> None:
     """
     if record.batch == batch or (record.reused and record.batch < batch == record.rows):
         return
-    raise ValueError(
-        f"layer '{record.spec.name}' ({record.spec.kind.__name__}) saw {record.batch} rows in a "
+    raise other_rows(str(record.spec), record.batch, batch)
+
+
+def other_rows(layer: str, rows: int, batch: int) -> ValueError:
+    """The error for a layer with another number of rows than there are samples."""
+    return ValueError(
+        f"{layer} saw {rows} rows in a "
         f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
         "freeze the layer"

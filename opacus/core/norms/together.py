@@ -18,11 +18,25 @@ from opacus.core.record.record import Record
 from opacus.core.rules.spec import LayerSpec
 
 
-class Book(Protocol):
+class Known(Protocol):
+    """Norms that are known; see :class:`~opacus.core.norms.ledger.SquaredNorms`."""
+
+    def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
+        """The squared norms of a layer, by local name."""
+
+    def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
+        """Those of parameters of several layers or uses, by name in the model."""
+
+
+class Ledger(Protocol):
     """Where norms go; see :class:`~opacus.core.norms.ledger.NormLedger`."""
 
     batch: int
     kept: Kept
+
+    @property
+    def norms(self) -> Known:
+        """Those that are known."""
 
     def hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
@@ -32,22 +46,16 @@ class Book(Protocol):
     ) -> None:
         """Norms of layers that stand alone."""
 
-    def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
-        """The squared norms of a layer, by local name."""
-
-    def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
-        """Those of parameters of several layers or uses, by name in the model."""
-
 
 class Together:
     """Settles what has waited.
 
     Args:
-        book: Where norms go.
+        ledger: Where norms go.
     """
 
-    def __init__(self, book: Book) -> None:
-        self.book = book
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
 
     def settle(self, waiting: Sequence[Record]) -> None:
         """Norms of all records that waited."""
@@ -55,7 +63,7 @@ class Together:
         layers = by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in layers if len(uses) == 1]
         for records in by_shape(self._sharing(self._small(alone))):
-            self.book.settle(records, self._stacked)
+            self.ledger.settle(records, self._stacked)
         for uses in layers:
             if len(uses) > 1:
                 self._uses(uses)
@@ -72,7 +80,7 @@ class Together:
             if norms is None:
                 left += group
                 continue
-            self.book.hold(group)
+            self.ledger.hold(group)
             self._take(group, norms)
         return left
 
@@ -83,7 +91,7 @@ class Together:
             if len(group) == 1:
                 left += group
             else:
-                self.book.settle(group, self._of_one_input)
+                self.ledger.settle(group, self._of_one_input)
         return left
 
     def _of_one_input(self, records: Sequence[Record]) -> None:
@@ -92,7 +100,7 @@ class Together:
 
     def _take(self, records: Sequence[Record], norms: Sequence[dict[str, Tensor]]) -> None:
         for record, values in zip(records, norms, strict=True):
-            self.book.take(record, values)
+            self.ledger.norms.take(record, values)
 
     def _stacked(self, records: Sequence[Record]) -> None:
         """Records of different layers but equal shape, in one call."""
@@ -105,7 +113,7 @@ class Together:
         norm_sq = first.layer.rule.norm_sq(first.spec, activations, backprops)
         for index, record in enumerate(records):
             own = slice(index * rows, (index + 1) * rows) if len(records) > 1 else slice(None)
-            self.book.take(record, {name: value[own] for name, value in norm_sq.items()})
+            self.ledger.norms.take(record, {name: value[own] for name, value in norm_sq.items()})
 
     @each_layer
     def _uses(self, records: Sequence[Record]) -> None:
@@ -115,23 +123,23 @@ class Together:
         joined = rule.join(first.spec, [(r.activations, r.backprops) for r in records])
         if joined is None:
             return self._shared(records)
-        self.book.hold(records)
-        self.book.take(first, rule.norm_sq(first.spec, *joined))
+        self.ledger.hold(records)
+        self.ledger.norms.take(first, rule.norm_sq(first.spec, *joined))
 
     @each_layer
     def _shared(self, records: Sequence[Record]) -> None:
         """Parameters with several layers or uses: sum the per-sample gradients first."""
-        self.book.hold(records)
+        self.ledger.hold(records)
         largest = max((_largest_parameter(r.spec) for r in records), default=1)
-        rows, batch = max(1, CHUNK_ELEMENTS // max(1, largest)), self.book.batch
+        rows, batch = max(1, CHUNK_ELEMENTS // max(1, largest)), self.ledger.batch
         parts: dict[str, list[Tensor]] = {}
         for start in range(0, max(1, batch), rows):  # once for an empty batch
             for name, grad in self._summed(records, start, min(start + rows, batch)).items():
                 parts.setdefault(name, []).append(sum_of_squares(grad))
-        self.book.take_summed(records, {name: torch.cat(v) for name, v in parts.items()})
+        self.ledger.norms.take_summed(records, {name: torch.cat(v) for name, v in parts.items()})
 
     def _summed(self, records: Sequence[Record], start: int, stop: int) -> dict[str, Tensor]:
-        formed = self.book.kept.formed
+        formed = self.ledger.kept.formed
         owners = {owner for r in records for owner in r.layer.owners.values()}
         total = {o: formed[o][start:stop] for o in owners & formed.keys()}
         for record in records:

@@ -7,6 +7,9 @@ the kernel.
 # Largest intermediate result, in elements (256 MB of fp32).
 CHUNK_ELEMENTS = 1 << 26
 
+# Elements of logits, and of units' gradients, that a head without logits forms at once.
+PART_ELEMENTS = 1 << 26
+
 # --- norms ---
 
 # Records of at most this many elements are stacked and handled in one batched
@@ -22,6 +25,10 @@ FORMED_SHARE = 0.5
 SQUARED_ELEMENTS = 1 << 16
 # Elements of gradients of rows that are formed at once, to be summed by unit.
 UNIT_ROWS_ELEMENTS = 1 << 24
+
+# Part of what tensors have of a device when the backward pass starts that records may take which
+# wait for their norm.
+DEFERRED_SHARE = 0.05
 
 # --- sums ---
 
@@ -46,8 +53,19 @@ SUMMED_ELEMENTS = 1 << 14
 SHARED_ELEMENTS = 1 << 25
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
+# Buckets whose reduction may run while the next one is filled.
+BUCKETS_IN_FLIGHT = 2
 # Parameters up to this size (biases, norms) go into buckets of their own, at the end.
 LAST_BUCKET_ELEMENTS = 1 << 16
+
+# --- isolation ---
+
+# Most elements of gradients of outputs that are kept for a check.
+KEPT_ELEMENTS = 1 << 28
+# Inputs, and gradients of outputs, up to this size are copied where they are; larger gradients
+# stay on the GPU if they are less than this share of what is free.
+COPIED_ELEMENTS = 1 << 24
+COPIED_SHARE = 1 / 16
 
 # --- noise ---
 

@@ -277,12 +277,30 @@ def default_store() -> Any:
     return None if found is None else found()
 
 
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    """What FSDP2 knows of each unit, in the same order on all ranks.
+
+    A root has a list of them once it has run, which is much shorter than that of all modules.
+    """
+    own = _fsdp_state(model)
+    if getattr(own, "_is_root", False):
+        states = list(getattr(getattr(own, "_state_ctx", None), "all_states", ()))
+        if states:
+            return states
+    found = dict.fromkeys(map(_fsdp_state, model.modules()))  # several modules may have one
+    return [state for state in found if state is not None]
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    return None if state_of is None else state_of()
+
+
 def communication_state(model: nn.Module) -> str:
     """The state of each FSDP2 unit within a pass, equal where ranks have communicated equally."""
     states = []
-    for module in model.modules():
-        state_of: Any = getattr(module, "_get_fsdp_state", None)
-        for group in _groups(None if state_of is None else state_of()):
+    for state in _fsdp_states(model):
+        for group in _groups(state):
             training = getattr(getattr(group, "_training_state", None), "name", "-")
             fetched = getattr(group, "_all_gather_result", None) is not None
             states.append(f"{training[:3]}{'+' * fetched}")
@@ -297,9 +315,8 @@ def reduced_at_once(model: nn.Module) -> Iterator[None]:
     """
     flags = ("reduce_grads", "all_reduce_grads")
     before = []
-    for module in model.modules():
-        state_of: Any = getattr(module, "_get_fsdp_state", None)
-        for group in _groups(None if state_of is None else state_of()):
+    for state in _fsdp_states(model):
+        for group in _groups(state):
             off = [flag for flag in flags if getattr(group, flag, True) is False]
             before += [(group, flag) for flag in off]
     for group, flag in before:

@@ -138,7 +138,7 @@ def read_excluded(excluded: Tensor) -> Tensor | None:
     """
     if not excluded.is_cuda or torch.cuda.is_current_stream_capturing():
         return excluded_or_none(excluded)
-    answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+    answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     answer.copy_(excluded.any(), non_blocking=True)
     there = torch.cuda.Event()
     there.record(torch.cuda.current_stream(excluded.device))

@@ -25,7 +25,7 @@ from opacus.core.platform.torch_internals import (
     take_off,
 )
 from opacus.core.record.layers import is_alias
-from opacus.core.record.record import ForwardPass
+from opacus.core.record.passes import ForwardPass
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import (
     LoneSample,
@@ -59,6 +59,10 @@ class LoneSampleOfUnits(LoneSample):
         self._use: WholeUse | None = None
         self._entered: list[tuple[nn.Module, list[Place], TakenOff]] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[Name]] = weakref.WeakKeyDictionary()
+        # Known once the first of them runs: what is off duty does not change any more.
+        self._off_units: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
         for unit, names in gathered_by(model).items():
             self._units[unit] = [name for name in names_of(recorder.layers) if name[2] in names]
@@ -76,7 +80,7 @@ class LoneSampleOfUnits(LoneSample):
         """The model's forward begins: units put aliases in the places of their parameters."""
         self.end()
         self.running = True
-        self._use = self._waiting(_UseOfUnits(forward_pass, self._sink))
+        self._use = self._waiting(UseOfUnits(forward_pass, self._sink))
         return True
 
     def end(self) -> None:
@@ -94,9 +98,15 @@ class LoneSampleOfUnits(LoneSample):
         found = [one for one in trainable(self._units[unit]) if not is_alias(one.parameter)]
         places = put_aliases(found, use)
         # Off where it runs again, too: a compiled unit must be the same to the compiler.
-        here = {id(layer) for layer, _, _ in self._units[unit]}
-        off = take_off(handle for layer, handle in self._off_duty if id(layer) in here)
+        off = take_off(self._off_in(unit))
         self._entered.append((unit, places, off))
+
+    def _off_in(self, unit: nn.Module) -> list[Any]:
+        """The hooks of the unit's layers that are taken off."""
+        if unit not in self._off_units:
+            here = {id(layer) for layer, _, _ in self._units[unit]}
+            self._off_units[unit] = [h for layer, h in self._off_duty if id(layer) in here]
+        return self._off_units[unit]
 
     def _run_again(self) -> WholeUse | None:
         """The pass whose unit a checkpoint runs again: it meets aliases, as in the forward pass.
@@ -123,10 +133,11 @@ class LoneSampleOfUnits(LoneSample):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_use": None, "_entered": [], "_units": {}}
+        state["_off_units"] = {}
         return {**state, "_recorder": None, "ruled_out": "the model is a copy"}
 
 
-class _UseOfUnits(WholeUse):
+class UseOfUnits(WholeUse):
     """One forward pass: the gradients of its units are handed on together."""
 
     __slots__ = ("_grads",)

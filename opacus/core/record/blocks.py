@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import Passes
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
+from opacus.core.record.taps import Taps
 from opacus.core.rules.spec import layer_kind
 
 # Shapes that are remembered of a block.
@@ -38,13 +39,14 @@ class Block:
         self.names = frozenset(layer.spec.name for layer in layers)
         self.owners = frozenset(owner for layer in layers for owner in layer.owners.values())
         self.held_before: dict[Hashable, int] = {}
+        self.backprops_before: dict[Hashable, int] = {}
         self.elements = sum(layer.spec.elements for layer in layers)
 
     def remember(self, visit: Visit) -> None:
-        """So many bytes are held of the block when it is given tensors of these shapes."""
-        if len(self.held_before) >= MOST_KNOWN:
-            self.held_before.clear()
-        self.held_before[visit.shapes] = visit.held
+        """What the block needs, and what is held of it, when it is given these shapes."""
+        _put(self.backprops_before, visit.shapes, visit.backprops)
+        if not visit.chosen:
+            _put(self.held_before, visit.shapes, visit.held)
 
     @property
     def module(self) -> nn.Module:
@@ -59,7 +61,9 @@ class Visit:
         names: Layers whose records were measured, and are had again from a replay.
         owners: Their parameters.
         held: Bytes that are held of the block's records.
+        freed: Those that are free when its sums have been formed, which take memory themselves.
         seen: Bytes of all its records so far.
+        backprops: Those of them that came in the backward pass.
         chosen: Whether the block is replayed.
         stays: Whether it is known that it is not.
         leaves: Whether what is kept of its records is sent to host memory.
@@ -70,7 +74,7 @@ class Visit:
         self.block, self.forward_pass = block, forward_pass
         self.names: set[str] = set()
         self.owners: set[str] = set()
-        self.held = self.seen = 0
+        self.held = self.freed = self.seen = self.backprops = 0
         self.chosen = self.stays = self.leaves = False
         self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
         self.arguments: Any = (args, kwargs) if self.possible else None
@@ -93,12 +97,20 @@ class Visit:
         return self.gradient.numel() // max(1, self.gradient.shape[-1])
 
     @property
+    def given(self) -> int:
+        """Bytes of its arguments, which are there anyway until its backward pass is over."""
+        return sum(t.nbytes for t in tree_leaves(self.arguments) if isinstance(t, Tensor))
+
+    @property
     def bytes(self) -> int:
         """The tensors that a replay needs."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def run(self) -> Tensor:
         """Run the block forward as it ran; layers are tapped as the recorder's state asks for.
+
+        Nobody asks for the gradient of what it was given, so none is formed: taps have their place
+        in the graph without it.
 
         Raises:
             RuntimeError: What it was given has been changed in place.
@@ -109,9 +121,7 @@ class Visit:
                 "in place, so that it cannot be run again: leave held_budget and memory_budget "
                 "unset"
             )
-        args, kwargs = tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self.arguments
-        )
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, self.arguments)
         cpu, gpu = self.random
         devices = [] if gpu is None else [torch.cuda.current_device()]
         with torch.random.fork_rng(devices), torch.enable_grad(), self.autocast():
@@ -120,7 +130,12 @@ class Visit:
                 torch.cuda.set_rng_state(gpu)
             output = self.block.module.forward(*args, **kwargs)
         found = _grown(output)
-        assert len(found) == 1
+        if len(found) != 1:
+            raise RuntimeError(
+                "a block of the model had one result with a gradient, and when it runs again for "
+                f"the clipped sum it has {len(found)} (reentrant checkpoints do that): leave "
+                "held_budget and memory_budget unset"
+            )
         return found[0]
 
     def versions_now(self) -> list[int]:
@@ -132,15 +147,6 @@ class Visit:
         return given if self.gradient is None else [*given, self.gradient]
 
 
-class Runs(Protocol):
-    """What blocks ask of the recorder."""
-
-    passes: Passes
-
-    def active(self, module: nn.Module) -> bool:
-        """Whether layers are tapped if they run now."""
-
-
 class Blocks:
     """Keeps the visits of a running step.
 
@@ -149,7 +155,7 @@ class Blocks:
         found: The blocks.
     """
 
-    def __init__(self, recorder: Runs, found: Iterable[Block]) -> None:
+    def __init__(self, recorder: Taps, found: Iterable[Block]) -> None:
         self.found = list(found)
         self._recorder = recorder
         self._open: dict[int, Visit] = {}
@@ -192,6 +198,9 @@ class Blocks:
             return
         current = self._recorder.passes.current
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
+            return
+        carried = self._recorder.carried
+        if carried is not None and carried.carries_all_of(module):
             return
         visit = Visit(block, current, args, kwargs)
         earlier = self._ran.get(id(block))
@@ -263,6 +272,12 @@ def replayable(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Block]:
         simple = all(not x.shared and x.rule.norm_is_local for x in own)
         if own and simple and not (compiled or inner) and is_fsdp(module) is sharded:
             yield Block(module, own)
+
+
+def _put(known: dict[Hashable, int], shapes: Hashable, number: int) -> None:
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[shapes] = number
 
 
 def _grown(output: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,63 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
+from opacus.core.record.carriers import carries, carry
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.passes import Passes
-from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
-from opacus.core.record.record import ANCHOR, ForwardPass, Tap, Use, differentiable, rows_of
+from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
 from opacus.core.record.shared import tap_shared
-from opacus.core.record.whose import WhoseRows
-from opacus.core.rules.spec import LayerSpec
+from opacus.core.record.taps import Taps
 
 # A path to a part of a layer, a name in it, and the parameter whose place a detached one has.
 Swapped = tuple[str, str, nn.Parameter]
-
-
-class Taps(Protocol):
-    """What the hooks of a layer ask of the recorder.
-
-    Attributes:
-        enabled: Whether layers are tapped at all.
-        in_backward: Whether a backward pass of ours runs.
-        bare: Whether layers run without taps now, on a lone sample.
-        taps_in_graphs: Whether compiled graphs contain taps.
-        passes: Which forward pass runs.
-        reached: Which forward pass a backward pass has come to.
-        whose: Whose rows layers have; its check is told of a layer while it ``follows``.
-    """
-
-    enabled: bool
-    in_backward: bool
-    bare: bool
-    taps_in_graphs: bool
-    whose: WhoseRows
-    passes: Passes
-    reached: Reached
-
-    def active(self, module: nn.Module) -> bool:
-        """Whether the layer is tapped if it runs now."""
-
-    def tap(
-        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
-    ) -> Any:
-        """Send ``output`` through a tap; returns what the layer's caller gets."""
-
-    def forward_pass(self) -> ForwardPass:
-        """The call of the model that runs."""
-
-    def batch_dim(self, layer: Layer, output_dims: int) -> int:
-        """Dimension of a layer's output that counts samples."""
-
-    def deliver(
-        self,
-        use: Use,
-        tensors: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-        *,
-        borrowed: bool = False,
-    ) -> None:
-        """The layer's backward has run."""
 
 
 class LayerHooks:
@@ -88,6 +40,7 @@ class LayerHooks:
         self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
+        self.carriers: tuple[Tensor, ...] = ()  # where its gradients go, instead of a record
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put detached parameters in the places of the trainable ones."""
@@ -123,6 +76,10 @@ class LayerHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
+        if self.carriers and output is not None:
+            if carries(self.carriers, args, kwargs, output):
+                return carry(self.carriers, self.layer, args[0], output)
+            spec = self.layer.spec
         if self._swapped:
             swapped = self._swapped.pop()
             _put_back(module, swapped)
@@ -133,7 +90,7 @@ class LayerHooks:
             return None
         compiling = torch.compiler.is_compiling() and self.recorder.taps_in_graphs
         if compiling and _is_plain(args, kwargs, output):
-            names = self.layer.trained_names()
+            names = self.layer.trained_names() if spec is None else spec.params
             return compiled_tap.tap(output, args[0], self, names) if names else None
         try:
             tapped = self.recorder.tap(self.layer, args, kwargs, output, spec)
@@ -163,6 +120,10 @@ class LayerHooks:
         """It has run."""
         if self._swapped:
             _put_back(self.layer.module, self._swapped.pop())
+
+    def counts_rows_first(self) -> bool:
+        """Whether dimension 0 of the layer's inputs and outputs counts samples."""
+        return all(self.recorder.batch_dim(self.layer, dims) == 0 for dims in (2, 3))
 
     def _read(self) -> Tensor:
         """The layer's parameter, as the module that reads it gets it; see :data:`READ`.
@@ -207,7 +168,8 @@ class LayerHooks:
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
             dim = taps.batch_dim(layer, first.dim())
-            current.saw(layer.spec.name, rows_of(first.shape, dim))
+            name, rows = layer.spec.name, rows_of(first.shape, dim)
+            current.rows[name] = max(current.rows.get(name, 0), rows)
 
     def begin_compiled(self, output: Tensor, names: tuple[str, ...]) -> Use:
         """The layer, with these trainable parameters, has run in a compiled graph.
@@ -238,7 +200,7 @@ class LayerHooks:
         return use
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_swapped": [], "key": None, "mark": None}
+        return {**self.__dict__, "_swapped": [], "carriers": (), "key": None, "mark": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -10,15 +10,85 @@ Note [Forward passes and generations]
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import batch_of, possible_batches
-from opacus.core.record.record import ForwardPass, Generation
 
 logger = logging.getLogger(__name__)
+
+
+class Waiting(Protocol):
+    """What waits for its backward: the use of a layer, or of the whole model."""
+
+    forward_pass: ForwardPass
+
+
+@dataclass(eq=False)
+class Generation:
+    """Forward passes over the same batch rows, with the taps that still wait.
+
+    Attributes:
+        uses: How often each layer ran.
+        recomputed: Layers that activation checkpoints have run again.
+    """
+
+    uses: dict[str, int] = field(default_factory=dict)
+    recomputed: set[str] = field(default_factory=set)
+    begun: bool = False
+    waiting: weakref.WeakSet[Waiting] = field(default_factory=weakref.WeakSet)
+    calls: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+    reached: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+
+    def join(self, forward_pass: ForwardPass) -> int:
+        """A backward pass reaches one of several calls of the model.
+
+        Returns:
+            How many calls have been reached.
+
+        Raises:
+            ValueError: They are of different batches.
+        """
+        self.reached.add(forward_pass)
+        sizes = sorted({call.batch for call in self.reached if call.batch is not None})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"one backward pass reaches forward passes on {' and '.join(map(str, sizes))} "
+                "samples: row i of each was to be the same sample, so what belongs to one sample "
+                "is unknown. Call the model once on all samples, or backward() and step() for "
+                "each batch"
+            )
+        return len(self.reached)
+
+    def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
+        return Generation, ()  # copies and pickles of a model start afresh
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One call of the model: its generation and the batch rows seen so far.
+
+    Attributes:
+        batch: Number of samples, if the model's inputs agree on one.
+        sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
+        ordinary: Names of parameters that an ordinary loss has run backward through.
+        made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
+        named: Its units, if the user names them.
+        moved: Layers whose rows are not the units in their order.
+    """
+
+    generation: Generation
+    batch: int | None = None
+    sizes: frozenset[int] = frozenset()
+    rows: dict[str, int] = field(default_factory=dict)
+    ordinary: tuple[str, ...] = ()
+    made_up: bool = False
+    named: NamedUnits | None = None
+    moved: set[str] = field(default_factory=set)
 
 
 class Passes:

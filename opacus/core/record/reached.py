@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward
-from opacus.core.record.record import ForwardPass
+from opacus.core.record.passes import ForwardPass
 from opacus.core.rules.spec import LayerSpec
 
 

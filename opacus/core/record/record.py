@@ -1,4 +1,4 @@
-"""Results of a model's run: forward passes, uses of layers, and a record of each use."""
+"""Results of a model's run: uses of layers, and a record of each use."""
 
 from __future__ import annotations
 
@@ -14,83 +14,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from opacus.core.platform.torch_internals import accumulator_of, direct_apply, will_run
 from opacus.core.record.layers import Layer
-from opacus.core.record.named import NamedUnits
+from opacus.core.record.passes import ForwardPass, Generation
 from opacus.core.rules.generic import Call
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
-
-
-class Waiting(Protocol):
-    """What waits for its backward: the use of a layer, or of the whole model."""
-
-    forward_pass: ForwardPass
-
-
-@dataclass(eq=False)
-class Generation:
-    """Forward passes over the same batch rows, with the taps that still wait.
-
-    Attributes:
-        uses: How often each layer ran.
-        recomputed: Layers that activation checkpoints have run again.
-    """
-
-    uses: dict[str, int] = field(default_factory=dict)
-    recomputed: set[str] = field(default_factory=set)
-    begun: bool = False
-    waiting: weakref.WeakSet[Waiting] = field(default_factory=weakref.WeakSet)
-    calls: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
-    reached: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
-
-    def join(self, forward_pass: ForwardPass) -> int:
-        """A backward pass reaches one of several calls of the model.
-
-        Returns:
-            How many calls have been reached.
-
-        Raises:
-            ValueError: They are of different batches.
-        """
-        self.reached.add(forward_pass)
-        sizes = sorted({call.batch for call in self.reached if call.batch is not None})
-        if len(sizes) > 1:
-            raise ValueError(
-                f"one backward pass reaches forward passes on {' and '.join(map(str, sizes))} "
-                "samples: row i of each was to be the same sample, so what belongs to one sample "
-                "is unknown. Call the model once on all samples, or backward() and step() for "
-                "each batch"
-            )
-        return len(self.reached)
-
-    def __reduce__(self) -> tuple[type[Generation], tuple[()]]:
-        return Generation, ()  # copies and pickles of a model start afresh
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """One call of the model: its generation and the batch rows seen so far.
-
-    Attributes:
-        batch: Number of samples, if the model's inputs agree on one.
-        sizes: All numbers of samples that the inputs allow; empty if they tell nothing.
-        ordinary: Names of parameters that an ordinary loss has run backward through.
-        made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
-        named: Its units, if the user names them.
-        moved: Layers whose rows are not the units in their order.
-    """
-
-    generation: Generation
-    batch: int | None = None
-    sizes: frozenset[int] = frozenset()
-    rows: dict[str, int] = field(default_factory=dict)
-    ordinary: tuple[str, ...] = ()
-    made_up: bool = False
-    named: NamedUnits | None = None
-    moved: set[str] = field(default_factory=set)
-
-    def saw(self, layer: str, rows: int) -> None:
-        """A layer ran on so many rows."""
-        self.rows[layer] = max(self.rows.get(layer, 0), rows)
 
 
 class Sink(Protocol):
@@ -178,7 +105,8 @@ class Use:
         if units is not None:
             self.forward_pass.moved.add(name)
             rows = units.count if units.count > 1 else rows  # its record will be grouped by them
-        self.forward_pass.saw(name, rows)
+        seen = self.forward_pass.rows
+        seen[name] = max(seen.get(name, 0), rows)
 
     def reached(self) -> bool:
         """A backward pass has come here; whether the model was called several times for it."""
@@ -259,7 +187,7 @@ def differentiable(value: Any) -> bool:
 class Record:
     """What the backward pass revealed about one use of a layer.
 
-    Only :meth:`hold` changes its tensors: what is computed from them is computed once.
+    Only :meth:`keep` changes its tensors: what is computed from them is computed once.
 
     Attributes:
         activations: Batch-first inputs of the layer (a ``Call`` for the generic rule).
@@ -315,12 +243,27 @@ class Record:
         """Number of elements of activations and backprops."""
         return sum(t.numel() for t in self.tensors)
 
-    def hold(self) -> None:
-        """The record is used after its delivery: copy what is borrowed."""
+    def keep(self) -> None:
+        """It is used once the backward pass has gone on: copy what is borrowed."""
         if self.borrowed:
             held = (self.activations, self.backprops)
             self.put_tensors(*tree_map_only(Tensor, torch.clone, held))
             self.borrowed = False
+        self.versions = [t._version for t in self.tensors]
+
+    def check_unchanged(self) -> None:
+        """Refuse a kept record whose tensors have been overwritten.
+
+        Raises:
+            RuntimeError: Names the layer. What is summed would not be what was measured.
+        """
+        if self.versions is not None and self.versions != [t._version for t in self.tensors]:
+            raise RuntimeError(
+                f"the input or the output gradient of {self.spec} was changed in place after the "
+                "backward pass had come by (by a backward function that overwrites its gradient, "
+                "or hooks that bring saved tensors back to one buffer). Use deferred_norm=False "
+                "and a mode without _bk, in which only layers that are used several times are kept"
+            )
 
     def put_tensors(self, activations: Any, backprops: Any) -> None:
         """The same values in other tensors, or what stands for them while they are elsewhere."""

@@ -92,6 +92,11 @@ class Recorder(Taps):
         own = self.handles[: 2 * len(self.layers)]
         return list(zip(own[::2], own[1::2], strict=True))
 
+    @property
+    def layer_hooks(self) -> list[LayerHooks]:
+        """The hooks of each layer."""
+        return self._hooks
+
     def remove(self) -> None:
         """Take every hook off; the modules are as they were before."""
         self.end_lone()
@@ -144,6 +149,9 @@ class Recorder(Taps):
         lone = self.lone if current.batch == 1 and passes.named is None else None
         if lone is not None and lone.ready and recorded and not under_functorch():
             self.bare = lone.begin(current)
+        elif self.carried is not None and recorded and not (self.probed or under_functorch()):
+            told = passes.told is not None and not self.whose.indices.follows
+            self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
         return None
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -163,6 +171,8 @@ class Recorder(Taps):
             return
         if self.lone is not None and self.lone.running:
             self.lone.end()
+        if self.carried is not None:
+            self.carried.end()
         self.bare = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,21 +22,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import Passes
+from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
-from opacus.core.record.record import (
-    ANCHOR,
-    ForwardPass,
-    Record,
-    Tap,
-    Use,
-    differentiable,
-    record_of,
-    tap_one,
-)
+from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.shared import Scope, Shared, tap_shared
 from opacus.core.record.whole import LoneSample
@@ -59,6 +51,7 @@ class Taps:
         in_backward: Whether a backward pass of ours runs: layers in it are computed again.
         bare: Whether layers run without taps now, on a lone sample.
         lone: Runs the model so, if that is possible.
+        carried: Lets autograd carry per-sample gradients past the records, if that is possible.
         losses: Number of losses of the backward pass that runs, where it is known.
         probed: Whether the model runs on the side, to check it.
         taps_in_graphs: Whether compiled graphs contain taps, or end at each layer.
@@ -80,6 +73,7 @@ class Taps:
         self.in_backward = self.bare = self.probed = False
         self.losses: int | None = None
         self.lone: LoneSample | None = None
+        self.carried: Carries | None = None
         self.taps_in_graphs = compiled_taps_from_environment()
         self.whose = WhoseRows(layer.spec for layer in layers)
         self.reached = Reached()
@@ -240,13 +234,7 @@ class Taps:
             ValueError: The layer's rows are of no sample, and get a gradient.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"a gradient through {use.spec} is taken with create_graph=True, of the private "
-                "model in train mode. What a second backward pass (of a gradient penalty, say) "
-                "asks of the parameters cannot be clipped here. Use grad_sample_mode='no_op' and "
-                "form per-sample gradients by torch.func (vmap of grad), or call disable_hooks() "
-                "or eval() before the forward pass if parameters do not learn from it"
-            )
+            raise twice_differentiated(use.spec)
         if use.refusal is not None:
             raise ValueError(f"{use.refusal}. Nothing of this batch was added to the model")
         if use.reached():

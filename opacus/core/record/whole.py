@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import TakenOff, put_back, take_off
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.record import ANCHOR, ForwardPass, Sink, Use
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import ANCHOR, Sink, Use
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
@@ -118,7 +119,7 @@ class LoneSample:
 
     def waits_alone(self, waiting: Collection[Any]) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""
-        return bool(self.alive) and all(isinstance(use, WholeUse) for use in waiting)
+        return bool(self.alive) and all(use in self.alive for use in waiting)
 
     def begin(self, forward_pass: ForwardPass) -> bool:
         """The model's forward begins: put the aliases in the places of the parameters.

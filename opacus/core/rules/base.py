@@ -48,6 +48,8 @@ class LayerRule:
     light: tuple[str, ...] = ()
     # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
     bilinear: tuple[str, ...] = ()
+    # Whether per-sample gradients can be formed in the layer's own backward, of one input alone.
+    carries: bool = False
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
     # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
@@ -165,6 +167,16 @@ class LayerRule:
         except ValueError as error:
             raise unsupported(spec, activations, backprops, str(error)) from None
         return (x,), g
+
+    def of_units(
+        self, spec: LayerSpec, activations: Any, backprops: Any, units: Units
+    ) -> dict[str, Tensor] | None:
+        """Gradients ``[n, *shape]`` of units whose rows the inputs do not have one by one.
+
+        Returns:
+            ``None`` where gradients of rows are formed and summed.
+        """
+        return None
 
     def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
         """The feature dimensions of a layer whose gradient is a sum over all other dimensions.

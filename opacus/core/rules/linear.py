@@ -19,6 +19,7 @@ class LinearRule(LayerRule):
 
     light = ("bias",)
     bilinear = ("weight",)
+    carries = True
 
     def features(self, spec: LayerSpec) -> int:
         return 1

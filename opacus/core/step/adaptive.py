@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.core.privacy.params import PrivacyParams
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def centred_count(unclipped: Tensor) -> float:
 
 
 def private_fraction(
-    count: float, std: float, batch: float, layout: Single, device: torch.device
+    count: float, std: float, batch: float, parallelism: Single, device: torch.device
 ) -> float:
     """Noised fraction of unclipped samples over all ranks, the same number on each.
 
@@ -56,12 +56,12 @@ def private_fraction(
         count: This rank's :func:`centred_count`.
         std: Standard deviation of the noise on the count.
         batch: Public number of samples to divide by: the expected global batch size.
-        layout: Where the samples are.
+        parallelism: Where the samples are.
         device: Device for the reduction.
     """
     value = torch.tensor([count], dtype=torch.float32, device=device)
-    value = layout.noised_count(std, value)
-    if layout.world_size > 1:
+    value = parallelism.noised_count(std, value)
+    if parallelism.world_size > 1:
         dist.all_reduce(value)
     return float(value) / batch + 0.5
 

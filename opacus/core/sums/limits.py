@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus.core.platform.sizes import FREE_MEMORY_MARGIN, FREE_MEMORY_SHARE
+from opacus.core.platform.memory import free_memory, in_use, most_in_use
+from opacus.core.platform.sizes import DEFERRED_SHARE, FREE_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Limits:
     Attributes:
         held: Bytes that may be held for the sum, as the user says.
         peak: Bytes of a GPU that may be in use, as the user says.
+        waiting: Bytes that records may have whose norms are deferred, as the user says.
         default_peak: Whether the card is the limit where the user says nothing.
         again: Blocks that run again in any case, as memory has run out so often.
         spare: Bytes that are not held for the same reason.
@@ -36,13 +38,14 @@ class Limits:
     def __init__(self) -> None:
         self.held: int | None = None
         self.peak: int | None = None
+        self.waiting: int | None = None
         self.default_peak = False
         self.again = self.spare = 0
         self._others: tuple[int, int] = (_NONE, _NONE)
 
     def go_on_from(self, other: Limits) -> None:
         """Have the limits of another one."""
-        self.held, self.peak = other.held, other.peak
+        self.held, self.peak, self.waiting = other.held, other.peak, other.waiting
         self.again, self.spare = other.again, other.spare
 
     def asked(self) -> None:
@@ -54,6 +57,10 @@ class Limits:
         """Whether there is a limit other than the card."""
         return not (self.held is self.peak is None)
 
+    def of_waiting(self, device: torch.device) -> int | None:
+        """Bytes that deferred records may have, at the start of a backward pass; ``None``: any."""
+        return default_budget(device) if self.waiting is None else self.waiting
+
     def now(self, device: torch.device) -> tuple[int | None, int | None]:
         """Bytes that may be held, and bytes of the device that may be in use; ``None``: any."""
         own, card = self.numbers
@@ -62,7 +69,7 @@ class Limits:
             if self.default_peak:
                 peak = most_in_use(device)
             elif held == _NONE:
-                held = free_memory(device)
+                held = int(free_memory(device) * FREE_MEMORY_SHARE)
         return _number(held), _number(peak)
 
     @property
@@ -93,32 +100,13 @@ class Limits:
         )
 
 
+def default_budget(device: torch.device) -> int | None:
+    """Memory for records that wait: a share of what tensors have of a CUDA device now.
+
+    At the start of a backward pass that is about its peak. Elsewhere there is no limit.
+    """
+    return int(in_use(device) * DEFERRED_SHARE) if device.type == "cuda" else None
+
+
 def _number(limit: int) -> int | None:
     return None if limit == _NONE else limit
-
-
-def most_in_use(device: torch.device) -> int:
-    """Bytes of a CUDA device that this process may have in use: all it can get, less a margin."""
-    whole = torch.cuda.get_device_properties(device).total_memory
-    used, free = _used_and_free(device)
-    return used + max(0, free - int(FREE_MEMORY_MARGIN * whole))
-
-
-def free_memory(device: torch.device) -> int:
-    """Memory of a CUDA device that may be held during the backward pass."""
-    return int(_used_and_free(device)[1] * FREE_MEMORY_SHARE)
-
-
-def in_use(device: torch.device | None = None) -> int:
-    """Bytes of a CUDA device that tensors of this process have now."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat ones take much longer
-    return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
-
-
-def _used_and_free(device: torch.device) -> tuple[int, int]:
-    free, _ = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats_as_nested_dict(device)  # once: it is slow
-    if not stats:
-        return 0, free
-    reserved, allocated = (stats[f"{k}_bytes"]["all"]["current"] for k in ("reserved", "allocated"))
-    return allocated, free + reserved - allocated

@@ -17,7 +17,8 @@ from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import WAITING_SHARE
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
 from opacus.core.privacy.gradients import is_processed, refuse_hooks
-from opacus.core.record.record import Generation, Record, trains
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record, trains
 from opacus.core.rules.base import pad_rows
 
 
@@ -66,7 +67,7 @@ class Materialise:
         if key not in self._waiting:
             self._drop_abandoned(key)
             at_end_of_backward(self._finish)
-        record.hold()
+        record.keep()
         self._waiting.setdefault(key, []).append(record)
         self._elements[key] = self._elements.get(key, 0) + record.elements
         if self._elements[key] > WAITING_SHARE * record.rows * record.spec.elements:
@@ -87,6 +88,8 @@ class Materialise:
         """Form the gradients of the uses that wait, as one use if that is possible."""
         records = self._waiting.pop(key)
         del self._elements[key]
+        for record in records:
+            record.check_unchanged()
         first = records[0]
         joined = None
         if len(records) > 1:

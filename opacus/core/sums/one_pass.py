@@ -8,25 +8,25 @@ chooses for each layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.float8 import scaled_factors
 from opacus.core.platform.profiling import WEIGHTED_SUM, timed
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Factors
 from opacus.core.record.blocks import Blocks, replayable
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, Terms
+from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, add_whole
 from opacus.core.sums.weighting import Weighting
 
 
@@ -47,16 +47,41 @@ class OnePass(Ghost):
         recorder: Recorder,
         parameters: Sequence[tuple[str, nn.Parameter]],
         *,
-        deferred: bool = False,
-        budget_bytes: int | None = None,
         sink: GradientSink,
+        **of_all: Any,
     ) -> None:
-        super().__init__(recorder, parameters, deferred=deferred, budget_bytes=budget_bytes)
+        super().__init__(recorder, parameters, **of_all)
         self.planner: Planner = Planner()
         self.sink = sink
         self.unreduced = sink.unreduced
         self._shared = False  # whether ranks run the same blocks
         self._again: Callable[[Record], None] | None = None
+        self._layer_of = {o: x.spec.name for x in recorder.layers for o in x.owners.values()}
+
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Take per-sample gradients ``[B, *shape]`` of a pass, by name, which have no records.
+
+        Raises:
+            ValueError: There is another number of losses.
+        """
+        if self.phase is Phase.IDLE:
+            self.ordinary.receive_formed(forward_pass, grads)
+        if self.phase is not Phase.NORMS:
+            return
+        assert self.ledger is not None
+        self.summed.running.add(forward_pass)
+        self.recorder.passes.join(forward_pass)
+        self.ledger.take_formed(grads, {owner: self._layer_of[owner] for owner in grads})
+        self.planner.held_bytes += sum([g.numel() * g.element_size() for g in grads.values()])
+        if self.recorder.carried is not None:
+            self.planner.report.choices.update(self.recorder.carried.choices)
+
+    def go_on_from(self, other: Ghost) -> None:
+        """See :meth:`Ghost.go_on_from`."""
+        super().go_on_from(other)
+        if other.planner is not None:
+            self.planner.rounding = other.planner.rounding
+            self.planner.host_budget = other.planner.host_budget
 
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`; the graph is freed unless ``retain_graph``."""
@@ -66,6 +91,7 @@ class OnePass(Ghost):
             held,
             peak,
             in_sum=0 if peak is None else self.sink.bytes_needed,
+            of_element=self.sink.bytes_of_element,
             spare=limits.spare,
             again=limits.again,
         )
@@ -74,6 +100,9 @@ class OnePass(Ghost):
             super().norm_pass(losses, retain_graph)
         if self.planner.blocks is not None:
             self.planner.settled()
+        carried, choices = self.recorder.carried, self.planner.report.choices
+        if carried is not None and self.ledger is not None:
+            carried.learn(self.summed.running, self.ledger.kept, choices)
         moments += [start, moment()]
 
     @contextmanager
@@ -88,6 +117,8 @@ class OnePass(Ghost):
                 lone = self.recorder.lone
                 if lone is not None and lone.alive:
                     lone.rule_out("memory has run out")  # with taps less can be held
+                if self.recorder.carried is not None:
+                    self.recorder.carried.forget()
             if planner.blocks is not None:
                 planner.blocks.start()
             raise
@@ -106,31 +137,21 @@ class OnePass(Ghost):
 
     def _sum(self, clipped: Factors) -> None:
         assert self.ledger is not None
-        if self.ledger.kept.whole and isinstance(self.sink, LocalSink):
-            self._sum_whole(clipped)
+        kept = self.ledger.kept
+        self.drop()
+        if kept.whole and isinstance(self.sink, LocalSink):
+            add_whole(kept.formed, clipped, self.parameters)
             return
-        ledger, self.ledger = self.ledger, None
         weighting = Weighting(clipped)
-        sums, away = KeptSums(ledger.kept.take_held(), weighting), ledger.kept.away
-        replay = self._replay(weighting)
-        formed, fewer = ledger.kept.formed, ledger.kept.rounded
+        sums, replay = KeptSums(kept, weighting), self._replay(weighting)
         names = [name for name, parameter in self.parameters if parameter.requires_grad]
         # What is held is of the last blocks: they go first, and sums grow as it shrinks. On all
         # ranks alike.
         names.reverse()
-        factors, excluded = [clipped.of(name) for name in names], clipped.masked
-        some_are_away = bool(away)
-        for name, following, own in zip(names, [*names[1:], ""], factors, strict=True):
-            if some_are_away:
-                stored = away.take(name)
-                if stored is not None:
-                    formed[name] = stored
-                away.fetch(following)
-            again = [] if replay is None else replay.terms_of(name)
-            if name in fewer:
-                own = scaled_factors(own, fewer.pop(name).scales, excluded)
-            stored, later = formed.pop(name, None), sums.terms_of(name) + again
-            self.sink.put(name, Terms(stored, later, own, excluded))
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            terms = sums.terms_of(name, () if replay is None else replay.terms_of(name))
+            sums.fetch(following)
+            self.sink.put(name, terms)
         self.sink.finish()
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)
 

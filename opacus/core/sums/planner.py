@@ -17,14 +17,13 @@ All are exact; the choice changes speed and memory only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
+from opacus.core.platform.memory import in_use
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
-from opacus.core.sums.limits import in_use
 from opacus.core.sums.rates import host_rate, rates_of
 from opacus.core.sums.report import Report
 from opacus.core.sums.rounding import Rounding
@@ -47,7 +46,6 @@ class Planner:
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self.choices: dict[str, Choice] = {}
         self.blocks: Blocks | None = None  # that can be run again
         self.seen = Seen(all_tensors=True)
         self.peak_bytes: int | None = None
@@ -55,12 +53,15 @@ class Planner:
         self.largest_block = 0  # bytes that are held of the block with the most
         self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
         self.report = Report()
-        self.extra: dict[str, float] = {}  # milliseconds that blocks take which are not held
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
+        self._of_element = 0.0  # bytes of a sum, an element
+        # By which what is held shrinks when its sums have been formed, and grows as blocks run
+        # again after that.
+        self._freed = self._grown = 0
         self._looked: Visit | None = None
-        self._transient = 0  # bytes of the records of a block
+        self._transient = self._again_needs = 0  # bytes that a block's backward, and replay, need
         self._known: dict[Hashable, Choice] = {}
 
     def start(
@@ -69,6 +70,7 @@ class Planner:
         peak_bytes: int | None = None,
         *,
         in_sum: int = 0,
+        of_element: float = 0.0,
         spare: int = 0,
         again: int = 0,
     ) -> None:
@@ -77,18 +79,19 @@ class Planner:
         Args:
             budget_bytes: Memory that may be held; ``None``: no limit.
             peak_bytes: Memory of the device that may be in use at any time of the step.
-            in_sum: Memory that forming the sum needs beside what is held.
+            in_sum: Memory that forming sums needs for a while beside what is held.
+            of_element: Bytes of a parameter's sum, an element, which stay.
             spare: Bytes of either limit that are not used.
             again: How many blocks run again in any case, where there is a limit.
         """
         self._in_sum, self._spare, self._forced = in_sum, spare, again
-        self.peak_bytes, self._looked, self._transient = peak_bytes, None, 0
+        self._of_element, self._freed, self._grown = of_element, 0, 0
+        self.peak_bytes, self._looked = peak_bytes, None
+        self._transient = self._again_needs = 0
         self.held_bytes = self.largest_block = self.host_bytes = 0
         self._most = budget_bytes
-        self.budget_bytes = self._limit(0)
-        self.choices = {}
+        self.budget_bytes = self._limit()
         self.seen = Seen(all_tensors=True)
-        self.extra = {}
         self.report = Report(peak_bytes)
         if self.blocks is not None:
             self.blocks.start()
@@ -121,12 +124,13 @@ class Planner:
             if self._leaves(visit, choice):
                 return None
             visit.chosen = True
-            self._expect("replay", self._again(visit))
+            self.report.expect_time("replay", self._again(visit))
             self.blocks.chosen.append(visit)
             self.held_bytes += visit.bytes - visit.held
-            for name in visit.names:
-                self.choices[name] = replace(self.choices[name], what="replay")
-        self.choices[choice.layer] = replace(choice, what="replay")
+            self._freed -= visit.freed
+            self._grown += int(self._of_element * visit.block.elements) - visit.bytes
+            self.report.change(visit.names, "replay")
+        self.report.choices[choice.layer] = replace(choice, what="replay")
         return visit
 
     def _leaves(self, visit: Visit, choice: Choice) -> bool:
@@ -140,20 +144,17 @@ class Planner:
         if back > self._again(visit):
             return False
         visit.leaves = True
-        self._expect("offload", back)
+        self.report.expect_time("offload", back)
         self.held_bytes -= visit.held
+        self._freed -= visit.freed
         self.host_bytes += visit.held
-        for name in visit.names:
-            self.choices[name] = replace(self.choices[name], what="offload")
+        self.report.change(visit.names, "offload")
         return True
 
     def _again(self, visit: Visit) -> float:
         """Seconds that a block takes to run again."""
         products = REPLAYED_FORWARDS * visit.tokens * visit.block.elements
         return products / rates_of(*visit.place).multiply_adds
-
-    def _expect(self, way: str, seconds: float) -> None:
-        self.extra[way] = self.extra.get(way, 0.0) + 1e3 * seconds
 
     def leaving(self) -> Visit | None:
         """The visit whose records are sent to host memory, if the backward pass is in one."""
@@ -174,10 +175,12 @@ class Planner:
         if visit is before:
             return
         if self.peak_bytes is not None:
-            # What a block needs while its backward runs: as the one before it, or a rough guess.
-            needs = 12 * visit.bytes if before is None else before.seen
+            # Its activations are there; its backprops come, as many as of the block before.
+            guess = visit.block.backprops_before.get(visit.shapes, 12 * visit.bytes)
+            needs = guess if before is None else before.backprops
             self._transient = max(self._transient, needs)
-            self.budget_bytes = self._limit(self._transient)
+            self._again_needs = max(self._again_needs, 0 if before is None else before.seen)
+            self.budget_bytes = self._limit(visit)
             self.report.expect(in_use() + self._transient)
         # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
         known = visit.block.held_before.get(visit.shapes)
@@ -185,7 +188,7 @@ class Planner:
         self._remember(before)
 
     def _remember(self, visit: Visit | None) -> None:
-        if visit is not None and not visit.chosen:
+        if visit is not None:
             visit.block.remember(visit)
 
     def settled(self) -> None:
@@ -193,24 +196,33 @@ class Planner:
         self._remember(self._looked)
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
-            replayed = self._transient if self.blocks and self.blocks.chosen else 0
-            self.report.expect(self._base + self.held_bytes + self._in_sum + replayed)
+            self.report.expect(self._base + self.held_bytes + self._in_sum)
+            if self.blocks and self.blocks.chosen:
+                last = self.held_bytes - self._freed + max(0, self._grown)
+                self.report.expect(self._base + last + self._in_sum + self._again_needs)
 
-    def _limit(self, transient: int) -> int | None:
-        """Bytes that may be held, with so many more in use for a while."""
+    def _limit(self, visit: Visit | None = None) -> int | None:
+        """Bytes that may be held, as the backward pass comes to a block."""
         if self.peak_bytes is None:
             return None if self._most is None else max(0, self._most - self._spare)
-        room = self.peak_bytes - self._spare - transient
-        most = self.held_bytes + max(0, room - in_use())
+        room = self.peak_bytes - self._spare
+        most = self.held_bytes + max(0, room - self._transient - in_use())
+        if visit is not None and self.blocks is not None:
+            most += self.blocks.waiting * visit.given  # in use already, and counted as held later
         if self._base is not None:
-            most = min(most, max(0, room - self._base - self._in_sum))
+            # Then sums are formed of what is held, and after that of blocks that run again.
+            later = max(0, self._again_needs - self._freed)
+            most = min(most, max(0, room - self._base - self._in_sum - later))
         return most if self._most is None else min(most, max(0, self._most - self._spare))
 
     def visited(self, record: Record) -> None:
         """The norm of ``record`` is known; its layer is among those that a replay would run."""
         visit = None if self.blocks is None else self.blocks.of(record)
         if visit is not None and self.budget_bytes is not None:
-            visit.seen += sum(t.numel() * t.element_size() for t in record.tensors)
+            visit.seen += sum(t.nbytes for t in record.tensors)
+            given = record.backprops
+            backprops = given if isinstance(given, tuple) else (given,)
+            visit.backprops += sum(t.nbytes for t in backprops)
             visit.names.add(record.spec.name)
             visit.owners.update(record.layer.owners[n] for n in record.spec.params)
 
@@ -228,13 +240,17 @@ class Planner:
             what = choice.what
             self.host_bytes += choice.bytes[what]
             visit.held += choice.bytes[what]
-            self.choices[choice.layer] = replace(choice, what="offload")
+            self.report.choices[choice.layer] = replace(choice, what="offload")
             return what == "store"
+        freed = choice.bytes[what] - int(self._of_element * record.spec.elements)
         self.held_bytes += choice.bytes[what]
+        self._freed += freed
         if visit is not None:
             visit.held += choice.bytes[what]
+            visit.freed += freed
             self.largest_block = max(self.largest_block, visit.held)
-        self.choices[choice.layer] = choice if what == choice.what else replace(choice, what=what)
+        taken = choice if what == choice.what else replace(choice, what=what)
+        self.report.choices[choice.layer] = taken
         return what == "store"
 
     def _choice(self, record: Record) -> Choice:
@@ -247,29 +263,3 @@ class Planner:
                 self._known.clear()  # batches of ever new sizes, as Poisson sampling draws them
             known = self._known[key] = compare(record, self.rounding is not None)
         return known
-
-    @property
-    def ways(self) -> dict[str, int]:
-        """How many layers the latest step held in each way, the most first."""
-        return dict(Counter(choice.what for choice in self.choices.values()).most_common())
-
-    def summary(self) -> str:
-        """What the latest step was expected to need, and what it needed."""
-        extra = dict(self.extra)
-        for choice in self.choices.values():
-            if choice.what in choice.bytes:
-                extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
-        return self.report.text(self.ways, self.held_bytes, self.host_bytes, extra)
-
-    def table(self) -> str:
-        """The plan of the latest backward pass, a line for each layer."""
-        head = ("layer", "kind", "B", "activations, backprops", "choice", "extra ms", "held MB")
-        rows = [head]
-        for c in self.choices.values():
-            cells = ("-", "-")  # of a replay: its block as a whole
-            if c.what in c.bytes:
-                cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
-            rows.append((c.layer, c.kind, str(c.batch), c.shapes, c.what, *cells))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.record.blocks import Block, Visit
 from opacus.core.record.record import Record
-from opacus.core.sums.seen import Seen
+from opacus.core.sums.seen import BLOCK_ADVICE, Seen, described
 from opacus.core.sums.weighting import Weighting
 
 
@@ -49,27 +49,30 @@ class Replay:
         if block is not None:
             for own in block.owners:
                 del self._block_of[own]
-            self._run(block)
+            self._run(block, next(reversed(self._block_of.values()), None))
         if owner not in self._sums:
             return []
         total = self._sums.pop(owner)
         return [lambda: total]
 
-    def _run(self, block: Block) -> None:
-        module, visit = block.module, self._visits.pop(id(block), None)
-        if is_fsdp(module):
-            module.unshard()
-        try:
+    def _run(self, block: Block, following: Block | None) -> None:
+        visit = self._visits.pop(id(block), None)
+        with _gathered(block.module, None if following is None else following.module):
             if visit is not None:
                 self._again(visit)
-        finally:
-            if is_fsdp(module):
-                module.reshard()
 
     def _again(self, visit: Visit) -> None:
+        """Run a block forward and backward.
+
+        Raises:
+            RuntimeError: A layer that was measured does not come again; names it.
+        """
+        missing = set(visit.names)
+
         def take(record: Record) -> None:
             if record.spec.name not in visit.names:
                 return
+            missing.discard(record.spec.name)
             self._seen.replayed(record)
             for name, total in self._weighting.sums(record).items():
                 owner = record.layer.owners[name]
@@ -80,4 +83,26 @@ class Replay:
         with self._recording(visit.forward_pass, take):
             output = visit.run()
             torch.autograd.backward([output], [visit.gradient.to(output.dtype)])
+        if missing:
+            raise RuntimeError(f"{described(min(missing))}: nothing. {BLOCK_ADVICE}")
         visit.arguments = visit.gradient = None
+
+
+@contextmanager
+def _gathered(module: nn.Module, following: nn.Module | None) -> Iterator[None]:
+    """A block with its parameters; those of the one after it are gathered meanwhile."""
+    if not is_fsdp(module):
+        yield
+        return
+    module.unshard()
+    try:
+        if following is not None and is_fsdp(following):
+            following.unshard(async_op=True)
+        yield
+    except BaseException:
+        if following is not None and is_fsdp(following):  # its weights may be others by then
+            following.unshard()
+            following.reshard()
+        raise
+    finally:
+        module.reshard()

@@ -7,23 +7,22 @@ second one. ``OnePass`` (``one_pass.py``) keeps what the sum needs, so that ther
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
 from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, timed
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
-from opacus.core.record.record import ForwardPass, Record
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 from opacus.core.sums.limits import Limits
 from opacus.core.sums.planner import Planner
-from opacus.core.sums.terms import add_to_grad
+from opacus.core.sums.summed import Summed
 from opacus.core.sums.unreduced import Unreduced
 
 
@@ -41,63 +40,17 @@ class Phase(enum.Enum):
     SUM = "sum"
 
 
-class Summed:
-    """Which forward passes a clipped sum is of: each once, and no other loss asks of them.
+class Ordinary(Protocol):
+    """Takes what backward passes bring that are not ours."""
 
-    Attributes:
-        running: Forward passes that the running norm pass has come to.
-    """
+    def receive(self, record: Record) -> None:
+        """A layer's record."""
 
-    def __init__(self) -> None:
-        self.running: set[ForwardPass] = set()
-        self._known: set[ForwardPass] = set()
+    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """The gradients of a batch of one sample, by parameter name."""
 
-    def begin(self) -> None:
-        """The parameters' ``grad`` are not in use: no sample has been summed yet."""
-        self._known.clear()
-
-    def finish(self) -> None:
-        """The clipped sum of the latest norm pass is in the parameters' ``grad``."""
-        self._known.update(self.running)
-
-    def note_ordinary(self, forward_pass: ForwardPass, parameters: Sequence[str]) -> None:
-        """A loss that is not the criterion's runs backward through a forward pass.
-
-        Raises:
-            RuntimeError: The clipped sum has samples of that pass already.
-        """
-        forward_pass.ordinary = parameters = tuple(parameters)
-        if forward_pass in self._known:
-            self._refuse_second_loss(parameters)
-
-    def check(self) -> None:
-        """The norm pass has run, and its samples are to be summed.
-
-        Raises:
-            RuntimeError: Some are in the sum already, or another loss asks something of them.
-        """
-        for forward_pass in self.running:
-            if forward_pass.ordinary:
-                self._refuse_second_loss(forward_pass.ordinary)
-        if self.running & self._known:
-            raise RuntimeError(
-                "these samples have been clipped and summed already; a second backward() would let "
-                "each of them count twice. Add the losses of one forward pass and call backward() "
-                "once, or call optimizer.step() or zero_grad() in between. Nothing was added to "
-                "the model"
-            )
-
-    def _refuse_second_loss(self, parameters: Sequence[str]) -> None:
-        raise RuntimeError(
-            f"a loss that the private criterion did not make ran backward through {parameters[0]} "
-            "and other private parameters, on samples that are in the step: what it "
-            "asks of them is not clipped and would be left out. Give the criterion all losses "
-            "(one a sample), or make a second one by DPLossFastGradientClipping(module, optimizer, "
-            "other_criterion, loss_reduction), and call backward() on their sum"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"running": set(), "_known": set()}
+    def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Per-sample gradients ``[B, *shape]`` that have no records, by parameter name."""
 
 
 class Ghost:
@@ -112,14 +65,16 @@ class Ghost:
         parameters: All named parameters of the model, frozen ones too, as the optimizer
             holds them (under FSDP the sharded ones).
         deferred: Whether norms wait for the end of the backward pass.
-        budget_bytes: See :class:`~opacus.core.norms.ledger.NormLedger`; by default
-            :func:`default_budget`.
+        summed: What is in the parameters' gradients.
+        ordinary: Takes what backward passes bring that are not ours.
     """
 
     # Whether the graph is needed again after the norm pass.
     retains_graph: ClassVar[bool] = True
     # Sums that wait for later batches, where they can.
     unreduced: Unreduced | None = None
+    # What chooses how records are kept for the sum, where there is one backward pass.
+    planner: Planner | None = None
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 
@@ -128,48 +83,32 @@ class Ghost:
         recorder: Recorder,
         parameters: Sequence[tuple[str, nn.Parameter]],
         *,
-        deferred: bool = False,
-        budget_bytes: int | None = None,
+        deferred: bool,
+        summed: Summed,
+        ordinary: Ordinary,
     ) -> None:
         self.recorder = recorder
         if self.retains_graph:  # compiled graphs with buffers to give away run backward only once
             recorder.taps_in_graphs = False
         self.parameters = parameters
         self.deferred = deferred
-        self.budget_bytes = budget_bytes
-        self.planner: Planner | None = None
+        self.summed = summed
+        self.ordinary = ordinary
         self.limits = Limits()
         self.phase = Phase.IDLE
         self.ledger: NormLedger | None = None
-        self.summed = Summed()
-        self._ordinary: Callable[[Record], None] | None = None
-        self._ordinary_whole: Callable[[ForwardPass, Mapping[str, Tensor]], None] | None = None
 
     def go_on_from(self, other: Ghost) -> None:
         """Take the place of another one, of the same model with fewer layers."""
-        self.budget_bytes = other.budget_bytes
         self.limits.go_on_from(other.limits)
-        if self.planner is not None and other.planner is not None:
-            self.planner.rounding = other.planner.rounding
-            self.planner.host_budget = other.planner.host_budget
-        self.summed = other.summed
 
     def limit_memory(self, model: nn.Module) -> None:
         """Blocks may have to run again, or not any more; only one pass keeps anything."""
 
-    def watch_ordinary(
-        self,
-        sink: Callable[[Record], None],
-        whole: Callable[[ForwardPass, Mapping[str, Tensor]], None],
-    ) -> None:
-        """Records of backward passes that are not ours, and gradients of lone samples, go there."""
-        self._ordinary, self._ordinary_whole = sink, whole
-
     def receive(self, record: Record) -> None:
         """Sink of the recorder: measure, keep or weight a record, as the phase asks for."""
         if self.phase is Phase.IDLE:
-            if self._ordinary is not None:
-                self._ordinary(record)
+            self.ordinary.receive(record)
         elif record.layer.rule.needs_parameters:
             with self.recorder.paused():  # such a rule may run the layer again
                 self._take(record)
@@ -196,8 +135,8 @@ class Ghost:
             assert self.ledger is not None
             self.summed.running.add(forward_pass)
             self.ledger.kept.add_whole(grads)
-        elif self.phase is Phase.IDLE and self._ordinary_whole is not None:
-            self._ordinary_whole(forward_pass, grads)
+        elif self.phase is Phase.IDLE:
+            self.ordinary.receive_whole(forward_pass, grads)
 
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -212,13 +151,10 @@ class Ghost:
             if parameter.grad is not None and was_processed(parameter.grad):
                 parameter.grad = None  # of an earlier step, zeroed or not: nothing is added to it
         self.summed.running.clear()
-        budget = self.budget_bytes
-        if budget is None and self.deferred:  # else nothing waits that could be computed early
-            budget = default_budget(losses.device)
         self.ledger = NormLedger(
             losses.shape[0],
             deferred=self.deferred,
-            budget_bytes=budget,
+            budget_bytes=self.limits.of_waiting(losses.device) if self.deferred else None,
             planner=self.planner,
         )
         before = {name: _state_of_grad(p) for name, p in self.parameters}
@@ -230,6 +166,10 @@ class Ghost:
         self.summed.check()
         _note_samples(self, losses.shape[0])
 
+    def leaves_gradients(self) -> bool:
+        """Whether FSDP2, if it is there, finds gradients to reduce in the coming sum pass."""
+        return False
+
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 
@@ -240,25 +180,13 @@ class Ghost:
         """
         raise NotImplementedError
 
-    @torch.no_grad()
-    def _sum_whole(self, clipped: Factors) -> None:
-        """Weight the gradient of a lone sample: there is nothing to run again, or to add up."""
-        assert self.ledger is not None
-        formed, self.ledger = self.ledger.kept.formed, None
-        used = [(name, parameter) for name, parameter in self.parameters if name in formed]
-        grads = [formed.pop(name) for name, _ in used]
-        own = [clipped.of(name) for name, _ in used]
-        dtypes = [parameter.dtype for _, parameter in used]
-        if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, clipped.masked):
-            sums = [grad[0] for grad in grads]
-        else:
-            sums = weighted_sum_each(grads, own, clipped.masked, dtypes)
-        for (_, parameter), total in zip(used, sums, strict=True):
-            add_to_grad(parameter, total)
+    def drop(self) -> None:
+        """What is kept of the batch goes, which may be much."""
+        self.ledger = None
 
     def abandon(self) -> None:
         """A sum pass failed: drop what it has left behind, and what it was added to."""
-        self.ledger = None
+        self.drop()
         self.summed.begin()
         for layer in self.recorder.layers:
             for name in layer.spec.params:
@@ -340,17 +268,6 @@ def run_backward(losses: Tensor, retain_graph: bool) -> None:
             "two: use the mode with _bk at its end, which takes one, or set "
             "torch._functorch.config.donated_buffer = False before the first step"
         ) from error
-
-
-def default_budget(device: torch.device) -> int | None:
-    """Memory for records that wait: a twentieth of what a CUDA device holds now.
-
-    At the start of a backward pass that is about its peak. Elsewhere there is no limit.
-    """
-    if device.type != "cuda":
-        return None
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(stats["allocated_bytes"]["all"]["current"]) // 20 if stats else None
 
 
 def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:

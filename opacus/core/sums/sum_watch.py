@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sharded import local_of, locals_of
+from opacus.core.platform.host_copies import wait_for
+from opacus.core.platform.sharded import compute_devices, local_of, locals_of
 from opacus.core.privacy.gradients import is_processed
 
 # Relative change of a norm by a loss scale that has been divided by.
@@ -39,6 +40,7 @@ class SumWatch:
     def __init__(self) -> None:
         self._grads: list[Tensor] = []
         self._shards: list[Tensor] = []  # this rank's part of each
+        self._noted: list[tuple[int, int]] = []  # their versions when they were complete
         self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
         self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
         # The same, of the step before, on its way to the host.
@@ -48,13 +50,12 @@ class SumWatch:
         """The parameters' ``grad`` are complete sums now."""
         self._grads = [p.grad for p in parameters if p.grad is not None]
         self._shards = locals_of(self._grads)
-        for grad, versions in zip(self._grads, self._versions(), strict=True):
-            grad._clipped_versions = versions  # type: ignore[attr-defined]
-        self._norms = _norms(self._shards)
+        self._noted = self._versions()
+        self._norms = _norms(self._shards, compute_devices(self._grads))
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._grads, self._shards, self._norms = [], [], torch.empty(0)
+        self._grads, self._shards, self._noted, self._norms = [], [], [], torch.empty(0)
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -65,8 +66,7 @@ class SumWatch:
             scale: What ``GradScaler`` has divided the sums by.
         """
         grads = self._grads
-        noted = [grad._clipped_versions for grad in grads]  # type: ignore[attr-defined]
-        written = noted != self._versions()
+        written = self._noted != self._versions()
         sharded = bool(grads) and self._shards[0] is not grads[0]
         blind = sharded and _uncounted(grads[0])
         moved: set[int] = set()
@@ -117,18 +117,27 @@ class SumWatch:
 
     def _same(self, scale: float) -> Tensor:
         """``[n]`` bool: which sums have the norm that was noted."""
-        now = _norms(self._shards) * scale
+        now = _norms(self._shards, compute_devices(self._grads)) * scale
         tolerance = 0.0 if scale == 1.0 else ROUNDING
         return torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def _norms(shards: list[Tensor]) -> Tensor:
-    """``[n]`` norms of this rank's shards."""
+def _norms(shards: list[Tensor], devices: list[torch.device]) -> Tensor:
+    """``[n]`` norms of this rank's shards, each taken on the device given.
+
+    A shard that waits in host memory is read by one core there; to copy it out takes less time.
+    """
     if not shards:
         return torch.empty(0)
-    norms = torch._foreach_norm(shards)
-    device = norms[0].device
-    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    if all(s.device.type == device.type for s, device in zip(shards, devices, strict=True)):
+        norms = list(torch._foreach_norm(shards))
+    else:
+        pairs = zip(shards, devices, strict=True)
+        norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
+        for device in set(devices):
+            wait_for(device)  # before anyone writes to what is copied
+    first = norms[0].device
+    return torch.stack([norm if norm.device == first else norm.to(first) for norm in norms])
 
 
 @functools.cache

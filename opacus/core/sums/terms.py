@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.sums.weighted_sum import weighted_sum, weighted_sum_each
-from opacus.core.norms.kept import check_unchanged
+from opacus.core.kernels.sums.float8 import scaled_factors
+from opacus.core.kernels.sums.weighted_sum import scale_in_place, weighted_sum_each
+from opacus.core.norms.host_memory import bring_back, fetch
+from opacus.core.norms.kept import Kept
 from opacus.core.platform.sizes import BUCKET_ELEMENTS
+from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.sums.unreduced import Unreduced
-from opacus.core.sums.weighting import Weighting
+from opacus.core.sums.weighting import Weighting, sum_of_formed
 
 
 class GradientSink(Protocol):
@@ -36,6 +40,10 @@ class GradientSink(Protocol):
     def bytes_needed(self) -> int:
         """Memory that is in use for a while as sums are formed."""
 
+    @property
+    def bytes_of_element(self) -> float:
+        """Memory that a parameter's sum takes for good, an element of the whole parameter."""
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
@@ -51,6 +59,20 @@ class GradientSink(Protocol):
 
     def abandon(self) -> None:
         """Drop what has been put since the latest :meth:`finish`, after an error."""
+
+
+class WaitingSink(GradientSink, Protocol):
+    """One in which the sums of physical batches may wait for those of later ones.
+
+    Attributes:
+        holding: Whether what is put now waits; settled by :meth:`agree`, on all ranks alike.
+    """
+
+    holding: bool
+    unreduced: Unreduced
+
+    def hold(self, name: str, total: Tensor) -> None:
+        """Add a term of a sum to those that wait."""
 
 
 class Terms:
@@ -77,17 +99,13 @@ class Terms:
         self.factors = factors
         self.excluded = excluded
 
-    def _stored_sum(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        rows = len(stored)
-        excluded = None if self.excluded is None else self.excluded[:rows]
-        return weighted_sum(stored, self.factors[:rows], excluded, out=out)
-
     def write(self, out: Tensor) -> None:
         """Write the sum to ``out``, whose elements are in the order of the parameter's."""
         first = self.stored is None
         if self.stored is not None:
             # A sampler may return a transpose.
-            self._stored_sum(self.stored.reshape(len(self.stored), *out.shape), out)
+            stored = self.stored.reshape(len(self.stored), *out.shape)
+            sum_of_formed(stored, self.factors, self.excluded, out)
         elif not self.later:
             out.zero_()
         for term in self.later:
@@ -97,33 +115,101 @@ class Terms:
 
     def value(self) -> Tensor | None:
         """The sum as a tensor of its own."""
-        total = None if self.stored is None else self._stored_sum(self.stored)
+        total = None
+        if self.stored is not None:
+            total = sum_of_formed(self.stored, self.factors, self.excluded)
         for term in self.later:
             total = term() if total is None else total + term()
         return total
 
 
-class KeptSums:
-    """Weighted gradients of the kept records, each computed when first asked for."""
+class Bucket:
+    """Terms of parameters whose sums are formed together, up to a number of elements.
 
-    def __init__(self, records: list[Record], weighting: Weighting) -> None:
+    Attributes:
+        terms: By parameter name, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.terms: dict[str, Terms] = {}
+        self._elements = 0
+        self._kind: Hashable = None
+
+    def takes(self, elements: int, kind: Hashable = None) -> bool:
+        """Whether a parameter belongs into it; a large one has a bucket for itself.
+
+        Args:
+            elements: Of the parameter.
+            kind: Equal for parameters that can be handled together.
+        """
+        room = self._elements + elements <= BUCKET_ELEMENTS and kind == self._kind
+        return room or not self.terms
+
+    def put(self, name: str, terms: Terms, elements: int, kind: Hashable = None) -> None:
+        """See :meth:`takes`."""
+        self.terms[name] = terms
+        self._elements += elements
+        self._kind = kind
+
+
+class KeptSums:
+    """The terms of each parameter's sum, of what a backward pass has left.
+
+    Args:
+        kept: Gradients and records; the records are forgotten there.
+        weighting: With the clipping factors.
+    """
+
+    def __init__(self, kept: Kept, weighting: Weighting) -> None:
+        self.kept = kept
         self.weighting = weighting
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
-        for record in records:
+        self._excluded = weighting.masked
+        self._some_are_away = bool(kept.away)
+        for record in kept.take_held():
+            if not record.tensors:
+                self._some_are_away = True
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
 
-    def terms_of(self, owner: str) -> list[Callable[[], Tensor]]:
-        """The terms of parameter ``owner``."""
-        records = self._by_owner.pop(owner, ())
-        return [functools.partial(self._weighted, record, owner) for record in records]
+    def fetch(self, owner: str) -> None:
+        """Begin to copy back what waits in host memory for a parameter's sum."""
+        if not self._some_are_away:
+            return
+        if owner in self.kept.away:
+            self.kept.away[owner].fetch()
+        for record in self._by_owner.get(owner, ()):
+            fetch(record)
+
+    def terms_of(self, owner: str, more: Sequence[Callable[[], Tensor]] = ()) -> Terms:
+        """The terms of a parameter, each evaluated when it is asked for.
+
+        Args:
+            owner: Its name.
+            more: Further ones.
+        """
+        kept, excluded, factors = self.kept, self._excluded, self.weighting.shared
+        if factors is None:
+            factors = self.weighting.clipped.of(owner)
+        if owner in kept.rounded:
+            factors = scaled_factors(factors, kept.rounded.pop(owner).scales, excluded)
+        later: list[Callable[[], Tensor]] = [
+            functools.partial(self._weighted, record, owner)
+            for record in self._by_owner.pop(owner, ())
+        ]
+        away = kept.away.pop(owner, None)
+        if away is not None:  # it need not wait on the device for others
+            later.append(lambda: sum_of_formed(away.back(), factors, excluded))
+        return Terms(kept.formed.pop(owner, None), [*later, *more], factors, excluded)
 
     def _weighted(self, record: Record, owner: str) -> Tensor:
         owners = record.layer.owners
         names = [n for n in record.spec.params if owners[n] == owner]
         if id(record) not in self._grads:
-            check_unchanged(record)
+            if not record.tensors:
+                bring_back(record)
+            record.check_unchanged()
             self._grads[id(record)] = self.weighting.sums(record)
         grads = self._grads[id(record)]
         first, *rest = [grads.pop(name) for name in names]
@@ -139,17 +225,16 @@ class LocalSink:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
-        self._waiting: list[tuple[str, Terms]] = []
-        self._elements = 0
+        self._bucket = Bucket()
         sizes = [p.numel() for p in parameters.values()]
         self._largest, self._all = max(sizes, default=0), sum(sizes)
 
     def put(self, name: str, terms: Terms) -> None:
         if terms.stored is not None and not terms.later:
-            self._waiting.append((name, terms))
-            self._elements += self.parameters[name].numel()
-            if self._elements > BUCKET_ELEMENTS:
+            elements = self.parameters[name].numel()
+            if not self._bucket.takes(elements):
                 self.finish()
+            self._bucket.put(name, terms, elements)
             return
         total = terms.value()
         if total is not None:
@@ -158,16 +243,16 @@ class LocalSink:
 
     def finish(self) -> None:
         """Form the sums that wait."""
-        waiting, self._waiting, self._elements = self._waiting, [], 0
+        waiting, self._bucket = self._bucket.terms, Bucket()
         if not waiting:
             return
         sums = weighted_sum_each(
-            [terms.stored for _, terms in waiting if terms.stored is not None],
-            [terms.factors for _, terms in waiting],
-            waiting[0][1].excluded,
-            [self.parameters[name].dtype for name, _ in waiting],
+            [terms.stored for terms in waiting.values() if terms.stored is not None],
+            [terms.factors for terms in waiting.values()],
+            next(iter(waiting.values())).excluded,
+            [self.parameters[name].dtype for name in waiting],
         )
-        for (name, _), total in zip(waiting, sums, strict=True):
+        for name, total in zip(waiting, sums, strict=True):
             add_to_grad(self.parameters[name], total)
 
     @property
@@ -180,6 +265,11 @@ class LocalSink:
         """See :class:`GradientSink`: a parameter in fp32, or those that are formed together."""
         return 4 * max(self._largest, min(self._all, BUCKET_ELEMENTS))
 
+    @property
+    def bytes_of_element(self) -> float:
+        """See :class:`GradientSink`: gradients have their parameters' dtypes."""
+        return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
@@ -188,7 +278,30 @@ class LocalSink:
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""
-        self._waiting, self._elements = [], 0
+        self._bucket = Bucket()
+
+
+@torch.no_grad()
+def add_whole(
+    formed: dict[str, Tensor], clipped: Factors, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """Add the weighted gradient of a lone sample: there is nothing to run again, or to add up.
+
+    Args:
+        formed: ``[1, *shape]`` by parameter name; emptied on the way, and overwritten where it can.
+        clipped: Factors.
+        parameters: With their names.
+    """
+    used = [(name, parameter) for name, parameter in parameters if name in formed]
+    grads = [formed.pop(name) for name, _ in used]
+    own = [clipped.of(name) for name, _ in used]
+    dtypes = [parameter.dtype for _, parameter in used]
+    if [g.dtype for g in grads] == dtypes and scale_in_place(grads, own, clipped.masked):
+        sums = [grad[0] for grad in grads]
+    else:
+        sums = weighted_sum_each(grads, own, clipped.masked, dtypes)
+    for (_, parameter), total in zip(used, sums, strict=True):
+        add_to_grad(parameter, total)
 
 
 def add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:

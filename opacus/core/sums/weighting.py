@@ -26,17 +26,25 @@ class Weighting:
 
     Args:
         clipped: Factors and excluded samples.
+
+    Attributes:
+        shared: ``[B]`` factors that all parameters have; ``None`` if each has its own.
     """
 
     def __init__(self, clipped: Factors) -> None:
-        self._clipped = clipped
-        self._shared = clipped.shared
+        self.clipped = clipped
+        self.shared = clipped.shared
         self._inputs = Inputs()
 
     @cached_property
     def _excluded(self) -> Tensor | None:
         """The excluded samples; read once, as most batches have none and need no masking."""
-        return read_excluded(self._clipped.excluded)
+        return read_excluded(self.clipped.excluded)
+
+    @cached_property
+    def masked(self) -> Tensor | None:
+        """The excluded samples; on a GPU also if there are none, as nothing waits for it."""
+        return self.clipped.masked
 
     def sums(self, record: Record) -> dict[str, Tensor]:
         """The clipped sums of a record's parameters.
@@ -51,11 +59,11 @@ class Weighting:
 
     def _of(self, record: Record) -> dict[str, Tensor]:
         names, owners = record.spec.params, record.layer.owners
-        if self._shared is not None:
-            return self._sums(record, names, self._shared)
+        if self.shared is not None:
+            return self._sums(record, names, self.shared)
         found: dict[str, Tensor] = {}
         for name in names:
-            found |= self._sums(record, (name,), self._clipped.of(owners[name]))
+            found |= self._sums(record, (name,), self.clipped.of(owners[name]))
         return found
 
     def _sums(self, record: Record, names: tuple[str, ...], factors: Tensor) -> dict[str, Tensor]:
@@ -76,10 +84,23 @@ class Weighting:
 
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""
-        rows = len(formed)
-        masked = self._clipped.masked
-        excluded = None if masked is None else masked[:rows]
-        return weighted_sum(formed, self._clipped.of(owner)[:rows], excluded)
+        return sum_of_formed(formed, self.clipped.of(owner), self.masked)
+
+
+def sum_of_formed(
+    formed: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B.
+
+    Args:
+        formed: The gradients.
+        factors: ``[B]``.
+        excluded: ``[B]`` bool, ``None`` if there are none.
+        out: Where to write the sum.
+    """
+    rows = len(formed)
+    own = None if excluded is None else excluded[:rows]
+    return weighted_sum(formed, factors[:rows], own, out=out)
 
 
 def _takes_factors(record: Record, names: tuple[str, ...]) -> bool:

@@ -25,6 +25,11 @@ class DPArguments:
         noise_multiplier: Standard deviation of the noise in units of ``clipping_norm``.
         delta: Delta of the guarantee, well below 1 / (size of the training set). ``None``: a tenth
             of that, which is logged.
+        expected_batch_size: Examples that a step is expected to draw, in all processes together.
+            ``None``: ``per_device_train_batch_size * gradient_accumulation_steps`` a process.
+            Poisson draws vary in size, and one that is larger than planned takes a further
+            physical batch: with a share of the process a little (three of its square roots) below
+            a multiple of ``per_device_train_batch_size``, that is rare.
         clipping_norm: Norm C to which the gradient of each example is clipped. The
             ``max_grad_norm`` of ``TrainingArguments`` is not used.
         grad_sample_mode: How that is done; see ``docs/modes.md``. ``"auto"`` chooses.
@@ -46,6 +51,7 @@ class DPArguments:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float | None = None
+    expected_batch_size: int | None = None
     clipping_norm: float = 1.0
     grad_sample_mode: str = AUTO
     accountant: str = "prv"
@@ -66,6 +72,9 @@ class DPArguments:
         _check_number("delta", self.delta, above=0.0)
         if self.delta is not None and self.delta >= 1.0:
             raise ValueError(f"delta must be below 1, got {self.delta}")
+        size = self.expected_batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"expected_batch_size must be a whole number above 0, got {size!r}")
         known = (AUTO, *(name for name, mode in MODES.items() if mode.needs_criterion), "hooks")
         if self.grad_sample_mode not in known:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -55,7 +56,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
 
     - One step is one Poisson batch. ``per_device_train_batch_size`` is the largest number of
       examples that are in memory at once, and ``gradient_accumulation_steps`` says how many times
-      that a process is expected to draw a step.
+      that a process is expected to draw a step, unless ``privacy.expected_batch_size`` does.
     - The loss is one an example: the mean over its own tokens. It comes from
       :meth:`per_sample_loss`, which can be overridden, not from ``compute_loss``.
     - ``max_grad_norm`` is not used; the clipping norm is that of ``privacy``.
@@ -129,8 +130,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         if self.expected_batch_size > self._size:
             raise ValueError(
                 f"a step is expected to draw {self.expected_batch_size} examples "
-                "(per_device_train_batch_size * gradient_accumulation_steps * processes), and "
-                f"train_dataset has {self._size}"
+                "(expected_batch_size, or else per_device_train_batch_size * "
+                f"gradient_accumulation_steps * processes), and train_dataset has {self._size}"
             )
 
     def _bare_model(self) -> Any:
@@ -142,6 +143,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     @property
     def expected_batch_size(self) -> int:
         """Examples that a step is expected to draw, in all processes together."""
+        if self.privacy.expected_batch_size is not None:
+            return self.privacy.expected_batch_size
         each = self.args.per_device_train_batch_size * self._accumulation
         return int(each * max(1, self.args.world_size))
 
@@ -193,6 +196,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             shift = getattr(bare, "prepare_decoder_input_ids_from_labels", None)
             if shift is not None:
                 own["decoder_input_ids"] = shift(labels=inputs["labels"])
+        if "use_cache" in inspect.signature(bare.forward).parameters:
+            own.setdefault("use_cache", False)  # of no use in training
         outputs = model(**own)
         if not isinstance(outputs, Mapping):
             raise TypeError(

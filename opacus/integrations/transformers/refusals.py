@@ -81,10 +81,28 @@ def refuse_arguments(args: Any, privacy: DPArguments) -> None:
         if value and is_unsafe(value):
             raise ValueError(f"{name}={_shown(value)} cannot be private: {reason}")
     _refuse_sampling(args, privacy)
+    _refuse_sizes(args, privacy)
     if getattr(args, "n_gpu", 1) > 1:
         raise ValueError(
             f"one process with {args.n_gpu} GPUs would use nn.DataParallel, which mixes examples: "
             "start it with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _refuse_sizes(args: Any, privacy: DPArguments) -> None:
+    size = privacy.expected_batch_size
+    if size is None:
+        return
+    parts, world = args.gradient_accumulation_steps, max(1, args.world_size)
+    if parts > 1:
+        raise ValueError(
+            f"expected_batch_size={size} and gradient_accumulation_steps={parts} both say how many "
+            "examples a step draws: leave one of them out"
+        )
+    if not privacy.poisson_sampling and size % world:
+        raise ValueError(
+            f"expected_batch_size={size} is no multiple of the {world} processes, and without "
+            "Poisson sampling each takes as many examples: choose another size"
         )
 
 

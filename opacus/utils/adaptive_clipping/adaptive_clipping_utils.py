@@ -80,18 +80,18 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         self._move_clipping_norm(norms)
 
     def _move_clipping_norm(self, norms: Tensor) -> None:
-        privacy, layout = self.optimizer._privacy, self.optimizer._layout
+        privacy, parallelism = self.optimizer._privacy, self.optimizer._parallelism
         quantile = Quantile(
             self.target_unclipped_quantile,
             self.clipbound_learning_rate,
             self.min_clipbound,
             self.max_clipbound,
         )
-        batch = (privacy.expected_batch_size or len(norms)) * layout.world_size
+        batch = (privacy.expected_batch_size or len(norms)) * parallelism.world_size
         std = batch * COUNT_STD
         spend_on_count(privacy, std)
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
-        fraction = private_fraction(centred_count(within), std, batch, layout, norms.device)
+        fraction = private_fraction(centred_count(within), std, batch, parallelism, norms.device)
         privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)
 
 

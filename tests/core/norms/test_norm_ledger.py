@@ -15,7 +15,8 @@ from opacus.core.norms import ledger as norms
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.record import layers as layers_file
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
 

@@ -14,7 +14,8 @@ from opacus.core.kernels.norms.reference import product_norm_sq
 from opacus.core.norms import grouping
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.record.layers import Layer, layers_of
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.rules.linear import LinearRule
 from opacus.core.sums.planner import Planner
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.noise.gaussian import grid_of
 from opacus.core.privacy.key import APART, COUNT, NOISE, Key, RunKey
 from opacus.core.privacy.noise import add_noise, gaussian, parameter_names
-from opacus.core.ranks.layout import Single
+from opacus.core.ranks.parallelism import Single
 
 SECURE = pytest.mark.parametrize("secure", [False, True], ids=["philox", "chacha"])
 COUNT_OF_NUMBERS = 40_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from opacus.core.ranks import reduction
-from opacus.core.ranks.reduction import ShardedSink, can_reduce, shards_of
+from opacus.core.ranks.reduction import ShardedSink, Shards, can_reduce, shards_of
 from opacus.core.sums import terms as terms_module
 from opacus.core.sums.terms import Terms
 from tests.helpers.distributed import progress, run_distributed
@@ -37,6 +38,11 @@ def sharded(mesh: Any) -> Net:
     net = Net()
     fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p is net.columns else None)
     return net
+
+
+def away(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
+    """Shards that wait on another device than the one that sums, as in CPU offload."""
+    return replace(shards_of(name, parameter, dtype), home="elsewhere")
 
 
 def terms_of(rank: int) -> dict[str, Terms]:
@@ -76,6 +82,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
             progress((name, elements, small))
             reduction.BUCKET_ELEMENTS = terms_module.BUCKET_ELEMENTS = elements
             reduction.SMALL_ELEMENTS = small
+            reduction.shards_of = away if small else shards_of
             net = sharded(mesh)
             sink = ShardedSink(dict(net.named_parameters()), {})
             sink.put("even", Terms(torch.ones(B, 4, 3).double(), [], torch.ones(B).double(), None))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.record.layers import layers_of
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 
 
 def record(x: Tensor, g: Tensor | tuple[Tensor, ...], borrowed: bool = False) -> Record:
@@ -29,12 +30,12 @@ def test_a_borrowed_record_that_is_held_has_tensors_of_its_own() -> None:
     one = record(x, g, borrowed=True)
     assert one.tensors[0] is x  # known before it is held
     want = [t.clone() for t in one.tensors]
-    one.hold()
+    one.keep()
     x.zero_(), g.zero_()  # as a compiled graph may do
     assert all(torch.equal(t, w) and w.any() for t, w in zip(one.tensors, want, strict=True))
     assert one.tensors[0] is one.activations[0] and one.tensors[1] is one.backprops
     held = one.tensors[0]
-    one.hold()
+    one.keep()
     assert one.tensors[0] is held  # copied once
 
 

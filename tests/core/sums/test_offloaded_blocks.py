@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -93,3 +94,22 @@ def test_only_one_pass_keeps_records() -> None:
     assert made[0].host_budget == 0
     with pytest.raises(ValueError, match="only the _bk modes keep"):
         made[0].host_budget = 1
+
+
+@pytest.mark.usefixtures("what")
+def test_what_has_come_back_goes_once_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    counts: list[int] = []
+    original = Away.back
+
+    def back(self: Away) -> torch.Tensor:
+        tensor = original(self)
+        alive.add(tensor)
+        counts.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(Away, "back", back)
+    made = private(build(), 0.2)
+    made[0].held_budget, made[0].host_budget = 0, 1 << 30
+    step(made)
+    assert len(counts) > 12 and max(counts) <= len(counts) // 3

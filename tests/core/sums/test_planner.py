@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.platform.held import HeldModule
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.rules import rule_for
 from opacus.core.sums import choice as choosing
 from opacus.core.sums.planner import Planner
@@ -69,7 +70,7 @@ def test_a_norm_that_is_summed_over_ranks_is_never_taken_of_a_part() -> None:
 
 def test_the_table_names_layers_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     _, planner = decide(monkeypatch, FAST_MEMORY, record(2, 64, 32, 48))
-    head, line = planner.table().splitlines()
+    head, line = planner.report.table().splitlines()
     assert head.split()[:2] == ["layer", "kind"]
     assert "head" in line and "Linear" in line and "store" in line and "[2, 64, 32]" in line
 

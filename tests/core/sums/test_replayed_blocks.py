@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms.ledger import NormLedger
+from opacus.core.norms.ledger import SquaredNorms
+from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
 from tests.helpers import oracle
@@ -60,10 +61,39 @@ def test_held_bytes_stay_in_the_budget() -> None:
     for budget in (whole, whole // 2):
         made[0].held_budget = budget
         step(made)
-        last = planner.choices["stem"]  # outside of the blocks, and after them
+        last = planner.report.choices["stem"]  # outside of the blocks, and after them
         assert planner.held_bytes - last.bytes[last.what] <= budget
     assert "replay" in ways(made[0]).values()
     assert planner.blocks.chosen == []  # nothing outlives the sum
+
+
+def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose memory has the model, what a block's backward needs, and what is held."""
+    model_bytes, inside = 10_000, 3_000
+    made = private(build(), 0.1)
+    planner = made[0]._strategy.planner
+
+    def in_use() -> int:
+        given = planner.blocks.waiting * B * T * D * 8  # checkpoints' inputs
+        return model_bytes + inside + planner.held_bytes + given
+
+    monkeypatch.setattr(planner_module, "in_use", in_use)
+    held = {}
+    for limit in range(25_000, 75_000, 2_500):
+        made[0]._strategy.limits.peak = limit
+        made[0]._limited()
+        for _ in range(2):
+            step(made)
+        last = planner.choices["stem"]  # after all blocks: nothing else can be held instead
+        at_start = planner._base + planner.held_bytes - last.bytes[last.what] + planner._in_sum
+        blocks = 4 - sum(way == "replay" for way in ways(made[0]).values()) // 3
+        held[blocks] = at_start
+        known = [b.held_before for b in planner.blocks.found if b.held_before]
+        if known and blocks < 4:
+            more = next(iter(known[-1].values())) - 2 * B * T * D * 8  # held, and not replayed
+            assert blocks == 0 or at_start <= limit < at_start + 2 * more, limit
+    assert sorted(held) == [0, 1, 2, 3, 4]
+    assert sorted(held.values()) == [held[blocks] for blocks in range(5)]
 
 
 def test_dropout_and_samples_that_are_not_finite() -> None:
@@ -105,7 +135,7 @@ def test_after_running_out_of_memory_a_block_more_runs_again(
     made = private(model, clip)
     made[0].held_budget = 1 << 30
     close(step(made), want)
-    owner, name = (NormLedger, "take") if place == "norms" else (KeptSums, "_weighted")
+    owner, name = (SquaredNorms, "take") if place == "norms" else (KeptSums, "_weighted")
     original, calls = getattr(owner, name), []
 
     def fails(self: Any, *given: Any) -> Any:
@@ -162,6 +192,61 @@ def test_a_block_that_computes_something_else_is_an_error(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match=r"'blocks\.2\..*held_budget"):
         step(made)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Forgetting(Block):
+    """Leaves out a layer the second time."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.runs = getattr(self, "runs", 0) + 1
+        return super().forward(x, scale) if self.runs == 1 else self.down(self.up(x))
+
+
+@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+def test_a_layer_that_does_not_come_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    model = build()
+    model.blocks[2] = Forgetting().double()
+    made = private(model, 0.1)
+    made[0].held_budget = 0
+    with pytest.raises(RuntimeError, match=r"layer 'blocks\.2\.norm' computed something else"):
+        step(made)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Watched(torch.autograd.Function):
+    """Twice its input, and counts who asks for the gradient of that."""
+
+    asked = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Watched.asked += 1
+        return 2 * grad
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+def test_no_gradient_of_what_a_block_is_given_is_formed_again(
+    checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubling(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(Watched.apply(x), scale)
+
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    model = build(checkpoints=checkpoints)
+    model.blocks[2] = Doubling().double()
+    clip, want = expected(model)
+    made = private(model, clip)
+    made[0].held_budget = 0
+    Watched.asked = 0
+    close(step(made), want)
+    assert "replay" in ways(made[0]).values() and Watched.asked == 1
 
 
 def test_what_a_block_was_given_may_not_change() -> None:

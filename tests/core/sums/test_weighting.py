@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.norms.kept import Kept
 from opacus.core.privacy.clipping import Clipped, ClippedEach, Factors
 from opacus.core.record.layers import layers_of
-from opacus.core.record.record import Generation, Record
+from opacus.core.record.passes import Generation
+from opacus.core.record.record import Record
 from opacus.core.sums.terms import KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 
@@ -89,10 +91,13 @@ def test_kept_records_of_one_parameter_are_terms_of_one_sum() -> None:
     pairs = [(rows(B, D), rows(B, D)) for _ in range(2)]
     records = [record(x, g, model) for x, g in pairs]
     factors = torch.rand(B, dtype=torch.float64)
-    kept = KeptSums(records, Weighting(flat(factors)))
-    terms = kept.terms_of("0.weight")
-    assert len(terms) == 2 and kept.terms_of("0.weight") == []
-    got = Terms(None, terms, factors, None).value()
+    kept = Kept()
+    kept.held = list(records)
+    sums = KeptSums(kept, Weighting(flat(factors)))
+    terms = sums.terms_of("0.weight")
+    assert len(terms.later) == 2 and terms.stored is None and kept.held == []
+    assert sums.terms_of("0.weight").later == []
+    got = terms.value()
     right = sum(torch.einsum("b,bp,bd->pd", factors, g, x) for x, g in pairs)
     torch.testing.assert_close(got, right)
 

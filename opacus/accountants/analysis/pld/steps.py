@@ -6,7 +6,9 @@ function returns the step for adding it and the one for removing it, as their lo
 
 from __future__ import annotations
 
-from scipy.stats import binom  # type: ignore[import-untyped]
+import math
+
+from scipy.special import betainc, gammaln, xlog1py, xlogy  # type: ignore[import-untyped]
 
 from opacus.accountants.analysis.pld.compose import Step
 from opacus.accountants.analysis.pld.pairs import Mixture, Pair
@@ -40,7 +42,7 @@ def steps_of(mechanism: Mechanism, count: int) -> tuple[Step, Step]:
     if isinstance(sampling, UserRows):
         # j of the user's rows are drawn with a binomial probability (arXiv 2407.07737).
         drawn = range(1, sampling.rows + 1)
-        moves = [(j / sigma, float(binom.pmf(j, sampling.rows, rate))) for j in drawn]
+        moves = [(j / sigma, _exactly(j, sampling.rows, rate)) for j in drawn]
         return _both([(1.0, moves)], count)
     if isinstance(sampling, GaussianMixture):
         pairs = zip(sampling.sensitivities, sampling.probabilities, strict=True)
@@ -57,13 +59,25 @@ def _truncated(
     is drawn with the probability `instead`; if they do not, nothing is truncated for either.
     """
     others, most = sampling.dataset_size - 1, sampling.max_batch_size
-    full = float(binom.sf(most - 1, others, rate))
+    full = _more_than(most - 1, others, rate)
     plain = [(1.0 / sigma, rate)]
     if full <= 0.0:
         return _both([(1.0, plain)], count)
-    overfull = float(binom.sf(most, sampling.dataset_size, rate))
+    overfull = _more_than(most, sampling.dataset_size, rate)
     instead = min(overfull / full * most / sampling.dataset_size, rate)
     return _both([(1.0 - full, plain), (full, [(2.0 / sigma, instead)])], count)
+
+
+# Of scipy.stats, which takes a second to import, this would be `binom`.
+def _exactly(drawn: int, of: int, rate: float) -> float:
+    """Returns the binomial probability of so many."""
+    ways = gammaln(of + 1) - gammaln(drawn + 1) - gammaln(of - drawn + 1)
+    return math.exp(ways + xlogy(drawn, rate) + xlog1py(of - drawn, -rate))
+
+
+def _more_than(drawn: int, of: int, rate: float) -> float:
+    """Returns the binomial probability of more than so many."""
+    return float(betainc(drawn + 1, of - drawn, rate)) if drawn < of else 0.0
 
 
 def _both(cases: list[tuple[float, list[tuple[float, float]]]], count: int) -> tuple[Step, Step]:

@@ -1,0 +1,39 @@
+"""Memory of a CUDA device: what this process uses of it, and what it can still get."""
+
+from __future__ import annotations
+
+import torch
+
+from opacus.core.platform.sizes import FREE_MEMORY_MARGIN
+
+
+def in_use(device: torch.device | None = None) -> int:
+    """Bytes that tensors of this process have now."""
+    return _used_and_cached(device)[0]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that new tensors can get: what no process has, and what torch has in its cache."""
+    return _used_and_free(device)[1]
+
+
+def most_in_use(device: torch.device) -> int:
+    """Bytes that tensors of this process may have: all that they can get, less a margin."""
+    whole = torch.cuda.get_device_properties(device).total_memory
+    used, free = _used_and_free(device)
+    return used + max(0, free - int(FREE_MEMORY_MARGIN * whole))
+
+
+def _used_and_free(device: torch.device) -> tuple[int, int]:
+    free, _ = torch.cuda.mem_get_info(device)
+    used, cached = _used_and_cached(device)
+    return used, free + cached
+
+
+def _used_and_cached(device: torch.device | None) -> tuple[int, int]:
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat ones take much longer
+    if not stats:
+        return 0, 0
+    used = int(stats["allocated_bytes"]["all"]["current"])
+    reserved = stats.get("reserved_bytes")
+    return used, int(reserved["all"]["current"]) - used if reserved else 0

@@ -1,0 +1,220 @@
+"""FSDP2: layers whose stored gradients autograd carries, without records, give the oracle's sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opacus.core.sums.choice
+from opacus.core.norms.ledger import NormLedger
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from tests.helpers import oracle
+from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.lone_sample import C, private
+from tests.helpers.sharded import full
+
+ROWS, TOKENS = 3, 5
+STEPS = 5
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank one beside it, and a bias."""
+
+    def __init__(self, d: int, p: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(d, p).requires_grad_(False)
+        self.a, self.b = nn.Linear(d, 2, bias=False), nn.Linear(2, p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.b(self.a(x))
+        return self.base(x) + added
+
+
+class Block(nn.Module):
+    def __init__(self, reused: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.reused = Adapted(8, 6), Adapted(6, 8), reused
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if self.reused else 1):
+            x = x + self.down(torch.tanh(self.up(x)))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, reused: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([Block(False), Block(reused)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x.mean(1))
+        return output
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, TOKENS, 4, generator=random) * 2
+    return x, torch.randint(0, 3, (rows,), generator=random)
+
+
+def wanted(net: nn.Module, x: Tensor, y: Tensor, views: int = 1) -> tuple[list[Tensor], Tensor]:
+    """Clipped sums and norms in fp64: a sample at a time, by plain autograd."""
+    held = [p for p in net.parameters() if p.requires_grad]
+    sums, norms = [torch.zeros_like(p) for p in held], []
+    for row in range(len(x)):
+        losses = [
+            nn.functional.cross_entropy(
+                net(x[row : row + 1].double() * (view + 1)), y[row : row + 1]
+            )
+            for view in range(views)
+        ]
+        grads = torch.autograd.grad(sum(losses), held)  # type: ignore[arg-type]
+        norms.append(torch.cat([g.flatten() for g in grads]).norm())
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad * min(1.0, C / float(norms[-1]))
+    return sums, torch.stack(norms)
+
+
+class Case:
+    """A private model, its fp64 twin, and how many layers had records."""
+
+    def __init__(self, reused: bool = False, compiled: bool = False, **how: Any) -> None:
+        torch.manual_seed(5)
+        net = Net(reused)
+        self.double = Net(reused).double()
+        self.double.load_state_dict(net.state_dict())
+        for block in net.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        self.model = FSDP2Wrapper(net)
+        self.module, self.optimizer, self.loss = private(
+            self.model,
+            "ghost_fsdp_bk",
+            nn.CrossEntropyLoss(reduction="sum"),
+            batch(8, 0),
+            loss_reduction="sum",
+            **how,
+        )
+        self.records: list[str] = []
+        sink = self.module._recorder.sink
+
+        def noting(record: Any) -> None:
+            self.records.append(record.spec.name)
+            sink(record)
+
+        self.module._recorder.sink = noting
+
+    def error(self, rank: int, world_size: int, seed: int, views: int = 1) -> float:
+        """Worst error of a step's sums, after its norms have been compared, too."""
+        self.records.clear()
+        x, y = batch(ROWS * world_size, seed)
+        own = slice(ROWS * rank, ROWS * (rank + 1))
+        sums, norms = wanted(self.double, x, y, views)
+        assert (norms > 2 * C).all()
+        losses = sum(self.loss(self.module(x[own] * (v + 1)), y[own]) for v in range(views))
+        losses.backward()  # type: ignore[union-attr]
+        assert (
+            oracle.relative_error(self.module.per_sample_gradient_norms.double(), norms[own]) < 1e-5
+        )
+        held = [p for p in self.model.parameters() if p.requires_grad]
+        found = [full(p.grad).double() for p in held]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return max(oracle.relative_error(f, s) for f, s in zip(found, sums, strict=True))
+
+
+def store_all() -> None:
+    opacus.core.sums.choice.KEEP_PASSES = 10**9
+
+
+def check_all(rank: int, world_size: int) -> list[tuple[str, list[float], list[int]]]:
+    """Errors and numbers of layers with records, of each case's steps."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    store_all()
+    found = []
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "reused": {"reused": True},
+        "compiled": {"compiled": True},
+        "two views": {},
+    }
+    for name, how in cases.items():
+        progress(name)
+        case, errors, records = Case(**how), [], []
+        views = 2 if name == "two views" else 1
+        for step in range(STEPS):
+            errors.append(case.error(rank, world_size, step, views if step else 1))
+            records.append(len(set(case.records)))
+        found.append((name, errors, records))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_sum_is_the_oracles(world_size: int) -> None:
+    for rank in run_distributed(check_all, world_size):
+        for name, errors, records in rank:
+            assert max(errors) < 2e-5, (name, errors)
+            assert records[0] == 10, (name, records)  # all layers, to learn from
+            least = 4 if name == "reused" else 0
+            assert min(records) == least, (name, records)
+
+
+def check_the_rest(rank: int, world_size: int) -> None:
+    store_all()
+    case = Case()
+    learnt = [case.error(rank, world_size, step) for step in range(3)]
+    assert max(learnt) < 2e-5 and not case.records
+
+    x, y = batch(ROWS, 7)
+    progress("a gradient that is differentiated again")
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(case.module(x).sum(), x, create_graph=True)
+    x = x.detach()
+
+    progress("an ordinary loss")
+    nn.functional.cross_entropy(case.module(x), y, reduction="sum").backward()
+    assert all(p.grad is None or not full(p.grad).any() for p in case.model.parameters())
+    norms = wanted(case.double, x, y)[1]
+    assert oracle.relative_error(case.module.get_norm_sample().double(), norms) < 1e-5
+    with pytest.raises(RuntimeError, match="did not make"):
+        output = case.module(x)
+        output.sum().backward(retain_graph=True)
+        case.loss(output, y).backward()
+    case.optimizer.zero_grad()
+
+    progress("frozen meanwhile")
+    layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    assert case.error(rank, world_size, 9) < 2e-5
+    assert any("blocks.0.up.b" in name for name in case.records)  # its unit has records again
+    for layer in layers:
+        layer.weight.requires_grad_(True)
+    assert case.error(rank, world_size, 10) < 2e-5 and not case.records
+
+    progress("under a budget")
+    case.module.held_budget = 0
+    assert case.error(rank, world_size, 11) < 2e-5 and case.records
+    case.module.held_budget = None
+    assert case.error(rank, world_size, 12) < 2e-5 and not case.records
+
+
+def test_other_rows_than_losses_are_refused() -> None:
+    ledger = NormLedger(4)
+    with pytest.raises(ValueError, match=r"layer 'up' saw 3 rows in a batch of 4 samples"):
+        ledger.take_formed({"up.weight": torch.ones(3, 2)}, {"up.weight": "up"})
+    assert not ledger.tapped
+
+
+def test_what_is_refused_and_what_changes() -> None:
+    run_distributed(check_the_rest, 1)
