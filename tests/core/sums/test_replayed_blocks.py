@@ -84,7 +84,7 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
         made[0]._limited()
         for _ in range(2):
             step(made)
-        last = planner.choices["stem"]  # after all blocks: nothing else can be held instead
+        last = planner.report.choices["stem"]  # after all blocks: nothing else can be held instead
         at_start = planner._base + planner.held_bytes - last.bytes[last.what] + planner._in_sum
         blocks = 4 - sum(way == "replay" for way in ways(made[0]).values()) // 3
         held[blocks] = at_start
