@@ -16,6 +16,7 @@ from opacus.core.norms.ledger import SquaredNorms
 from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
+from tests.helpers import oracle
 from tests.helpers.replayed_blocks import (
     B,
     Block,
@@ -26,6 +27,7 @@ from tests.helpers.replayed_blocks import (
     build,
     close,
     expected,
+    loss_of,
     private,
     step,
     ways,
@@ -287,6 +289,37 @@ def build_like(model: Net) -> Net:
     other.blocks[3].down.weight = other.blocks[1].down.weight
     other.load_state_dict(model.state_dict())
     return other
+
+
+class OwnTables(nn.Module):
+    """A block with positions of its own, computed once for all samples, and tokens as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.norm = nn.Embedding(T, D), nn.LayerNorm(D)
+        self.rows, self.last = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = x + self.norm(self.places(torch.arange(x.shape[1])))
+        x = x + torch.tanh(self.rows(x.flatten(0, 1)).view(x.shape))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("length", [B, T])
+def test_what_a_block_shares_or_moves_is_kept(length: int) -> None:
+    """Also with as many samples as positions: their factors are not those of the positions."""
+    model = build()
+    model.blocks = nn.ModuleList(OwnTables() for _ in range(2)).double()
+    x, y = batch()
+    data = x[:, :length], y
+    grads = oracle.per_sample_gradients(model, loss_of, data)
+    clip = 0.5 * float(oracle.norms(grads).min())
+    made = private(model, clip, data=data)
+    made[0].held_budget = 0
+    close(step(made, data), oracle.clipped_sum(grads, clip))
+    found = ways(made[0])
+    assert {found[f"blocks.{i}.last"] for i in range(2)} == {"replay"}
+    assert "replay" not in {found[f"blocks.{i}.{n}"] for i in range(2) for n in ("norm", "rows")}
 
 
 def test_a_budget_keeps_no_model_alive() -> None:

@@ -86,6 +86,20 @@ def test_sums_of_half_precision_are_wide() -> None:
     assert got["weight"].dtype == torch.float32 and (got["weight"] == 257).all()
 
 
+@pytest.mark.parametrize("excluded", [(), (1,)])
+def test_memory_that_a_compiled_graph_writes_to_again(excluded: tuple[int, ...]) -> None:
+    """Two layers' inputs in one place, one after the other, with no count of versions."""
+    x, g, factors = rows(B, 5, D), rows(B, 5, D), torch.rand(B, dtype=torch.float64)
+    weighting, model = Weighting(flat(factors, *excluded)), nn.Sequential(nn.Linear(D, D, False))
+    for _ in range(2):
+        lent = record(x, g, model)
+        lent.borrowed = True
+        own = flat(factors, *excluded).factors
+        right = torch.einsum("b,btp,btd->pd", own, g, x)
+        torch.testing.assert_close(weighting.sums(lent)["weight"], right)
+        x.numpy()[:] = rows(B, 5, D).numpy()
+
+
 def test_kept_records_of_one_parameter_are_terms_of_one_sum() -> None:
     layer = nn.Linear(D, D)
     model = nn.Sequential(layer, layer)
