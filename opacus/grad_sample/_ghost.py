@@ -191,7 +191,7 @@ class GhostNorms(GhostSettings):
         return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Say which parameter each of the per-layer clipping norms belongs to."""
+        """Say which parameters per-layer clipping norms and scales belong to: the optimizer's."""
         self._norms.put_in_order(parameters)
 
 

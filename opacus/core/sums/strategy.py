@@ -217,14 +217,14 @@ def _note_samples(strategy: Ghost, samples: int) -> None:
     if not ledger.kept.whole:
         lone.learn(strategy.summed.running, samples)
         return
-    rows = {name: n for one in strategy.summed.running for name, n in one.rows.items() if n > 1}
+    several = lone.several_rows(strategy.summed.running)
     reason = None
     if samples != 1:
         reason = f"the model was given one sample, but there are {samples} losses"
     elif ledger.tapped:
         reason = "layers were called outside the model's forward"
-    elif rows:
-        name, n = next(iter(rows.items()))
+    elif several is not None:
+        name, n = several
         reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
     if reason is not None:
         lone.rule_out(reason)
