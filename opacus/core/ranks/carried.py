@@ -15,7 +15,6 @@ Note [Carriers]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 

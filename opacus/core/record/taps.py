@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import number_of_backward
-from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.carriers import Carries, twice_differentiated
+from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Passes
