@@ -98,7 +98,7 @@ def test_draw_by_gaps_goes_on_if_it_drew_too_few(monkeypatch: pytest.MonkeyPatch
         return uniforms(self, start, end)[:3]
 
     monkeypatch.setattr(Coins, "uniforms", few)
-    batches = [uniform_sampler._draw_by_gaps(40, 0.3, coins(k)).tolist() for k in range(3000)]
+    batches = [uniform_sampler._draw_by_gaps(40, 0.3, coins(k)).tolist() for k in range(1000)]
     assert len(draws) > 3 * len(batches)
     assert_independent_coins(standardised(batches, 40, 0.3))
 
@@ -128,7 +128,7 @@ def test_large_population_is_not_visited(
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 2.0**-13])
 def test_coins_of_the_operating_system(rate: float) -> None:
-    size, steps = int(8 / rate), 3000
+    size, steps = int(8 / rate), 1000
     generator = uniform_sampler.SystemGenerator()
     batches = [poisson_draw(size, rate, generator) for _ in range(steps)]
     unseeded = 1e-8  # new luck in each run

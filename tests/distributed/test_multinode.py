@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.scripts import run_script
+from tests.helpers.warm_python import warm_python
 
 JOB = Path(__file__).with_name("multinode_job.py")
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,10 @@ ENVIRONMENT = {
 
 
 class Agents:
-    """torchrun agents, each with a process group of its own, so that it can be lost as a whole."""
+    """torchrun agents, each with a process group of its own, so that it can be lost as a whole.
+
+    Workers need not start as interpreters do: agents take PYTHON_EXEC for them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +57,7 @@ class Agents:
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env={**os.environ, **ENVIRONMENT},
+                    env={**os.environ, **ENVIRONMENT, "PYTHON_EXEC": warm_python()},
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

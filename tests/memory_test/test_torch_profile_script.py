@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,10 @@ def series(tmp_path_factory):
 
 
 def missing(tmp_path, package):
-    """A folder for PYTHONPATH in which ``package`` cannot be imported."""
+    """A new interpreter, and a folder for PYTHONPATH in which it cannot import ``package``."""
     text = f'raise ModuleNotFoundError("No module named {package!r}")\n'
     (tmp_path / f"{package}.py").write_text(text)
-    return {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": str(tmp_path), "python": sys.executable}
 
 
 def test_a_run_leaves_all_that_was_promised(series):
@@ -295,7 +296,8 @@ def test_the_readme_names_every_option(capsys):
 @pytest.mark.slow
 def test_the_whole_test_mode_takes_less_than_a_minute(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = run(SCRIPT, "--mode=test", "--output-dir", tmp_path / "runs", timeout=280)
+    options = ("--mode=test", "--output-dir", tmp_path / "runs")
+    done = run(SCRIPT, *options, timeout=280, python=sys.executable)
     assert done.returncode == 0, done.stderr
     assert len(find_traces(tmp_path / "runs")) == 12
     for name in TRAINERS:

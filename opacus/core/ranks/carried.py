@@ -32,7 +32,8 @@ from opacus.core.platform.torch_internals import (
 )
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.hooks import LayerHooks
-from opacus.core.record.record import ANCHOR, ForwardPass
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import ANCHOR
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import Place, WholeSink
 from opacus.core.sums.choice import Choice
@@ -207,7 +208,13 @@ class Carried:
                 own[local] = parameter
 
     def __getstate__(self) -> dict[str, Any]:
-        empty = {"_known": {}, "_open": None, "_now": {}, "_use": None, "_entered": []}
+        empty: dict[str, Any] = {
+            "_known": {},
+            "_open": None,
+            "_now": {},
+            "_use": None,
+            "_entered": [],
+        }
         return {**self.__dict__, **empty, "_units": {}, "choices": {}}
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from opacus.core.platform.torch_internals import direct_apply
 from opacus.core.record.head_loss import HEAD_USE
 from opacus.core.record.layers import Layer
-from opacus.core.record.record import ForwardPass, prepared
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.record import prepared
 from opacus.core.rules.spec import LayerSpec
 
 
