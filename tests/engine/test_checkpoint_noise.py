@@ -202,7 +202,9 @@ def test_going_back_to_a_checkpoint_in_the_same_process(
 
 
 @pytest.mark.parametrize("model_first", [False, True])
-def test_going_back_to_a_checkpoint_again(model_first: bool, tmp_path: Path) -> None:
+def test_going_back_to_a_checkpoint_again(
+    model_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first load sets the accountant back, which then tells of no further step."""
     run = Run(model(), "hooks")
     run.train(1)
