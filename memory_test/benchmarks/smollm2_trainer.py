@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--epsilons", type=float, nargs="*", default=[8.0, 1.0, 3.0])
     add("--delta", type=float, default=1e-5)
     add("--trained", nargs="*", default=["lora", "full"])
-    add("--tried-epochs", type=float, default=0.5)
+    add("--tried-epochs", type=float, default=0.5, help="0: the first rate of each")
     add("--lora", type=int, default=16, metavar="RANK")
     add("--join", type=int, default=1, help="so many reviews are one example")
     add("--float8", action="store_true", help="compare stored_dtype='float8' with None instead")
@@ -119,8 +119,8 @@ class Table:
             return self._stored_in_float8()
         kinds = [(trained, private) for private in (True, False) for trained in args.trained]
         best = {kind: self._best(*kind) for kind in kinds}
-        for epsilon in (*args.epsilons[:1], None, *args.epsilons[1:]):
-            for trained in args.trained:
+        for trained in args.trained:
+            for epsilon in (*args.epsilons[:1], None, *args.epsilons[1:]):
                 self._run(trained, epsilon, best[trained, epsilon is not None], args.epochs)
 
     def _stored_in_float8(self) -> None:
@@ -135,6 +135,8 @@ class Table:
     def _best(self, trained: str, private: bool) -> float:
         """The learning rate that does best on reviews held out from the training data."""
         epsilon, epochs = 3.0 if private else None, self.args.tried_epochs
+        if not epochs:
+            return RATES[trained][0]
         tried = [self._run(trained, epsilon, rate, epochs, tried=True) for rate in RATES[trained]]
         scores = [(row["loss"], row["lr"]) for row in tried if "loss" in row]
         return min(scores, default=(0.0, RATES[trained][0]))[1]

@@ -225,6 +225,42 @@ def test_experts_of_transformers(experts: str, mode: str) -> None:
     assert_right([p.grad for p in model.parameters()], wanted)
 
 
+class Router(nn.Module):
+    """Flattens its tokens itself, as DeepseekV3's: a row of inputs gives several of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, D))
+        self.register_buffer("bias", torch.tensor([0.1, 0.0, -0.1]))  # for the choice alone
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.linear(x.reshape(-1, D), self.weight).sigmoid()
+        chosen = (scores.detach() + self.bias).topk(2, -1)[1]
+        return scores.gather(1, chosen), chosen
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.head = Router(), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x)
+        mixed = weights[:, :1] * (1.0 + chosen[:, :1]) + weights[:, 1:]
+        return self.head((x.reshape(-1, D) * mixed).view(x.shape).tanh().mean(1))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "ghost_bk-deferred"])
+def test_a_router_that_flattens_its_tokens(mode: str) -> None:
+    model = Routed().double()
+    made = private(copy.deepcopy(model), mode, B)
+    for seed in (1, 2):
+        x, y = batch(seed)
+        want = clipped_sum(copy.deepcopy(model), x, y, list(torch.arange(B)[:, None]))
+        assert_right(step(made, x.double(), y), want, 1e-9)
+
+
 # --- a layer without a rule of its own, used several times on rows of other kinds ---
 
 

@@ -296,6 +296,21 @@ def test_one_seed_gives_the_same_batches_on_any_number_of_ranks(
         assert [sorted(int(i) for i in chain(*part)) for part in parts] == want
 
 
+def test_who_fills_a_truncated_batch_does_not_depend_on_the_last_item(on_ranks) -> None:
+    """Neighbours must differ in one item on one rank: truncation is counted rank by rank."""
+
+    def shares(total: int) -> list[set[int]]:
+        samplers = on_ranks(3, total_size=total, sample_rate=1.0)
+        for sampler in samplers:
+            sampler.most = total
+            sampler.set_epoch(2)
+        return [set(next(iter(sampler))) for sampler in samplers]
+
+    (few, more) = (shares(40), shares(41))
+    assert sorted(len(b - a) for a, b in zip(few, more, strict=True)) == [0, 0, 1]
+    assert all(a <= b for a, b in zip(few, more, strict=True))
+
+
 def test_set_epoch_deals_anew(on_ranks) -> None:
     (sampler, _) = on_ranks(2, total_size=40, sample_rate=1.0)
     first = next(iter(sampler))

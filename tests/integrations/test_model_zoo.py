@@ -157,6 +157,10 @@ FAMILIES: dict[str, Family] = {
 SINGLE = ("Mixtral", "Qwen2Moe", "OlmoE", "GptOss", "DeepseekV3")
 
 
+# Layers with parameters of their own run again for their gradients, which a cache would notice.
+NO_CACHE = ("gpt_oss",)
+
+
 class OwnLoss(nn.Module):
     """One number of each example's own logits, ``[B]`` or their mean."""
 
@@ -172,14 +176,13 @@ class OwnLoss(nn.Module):
 def run(model: Any, batch: dict[str, Tensor]) -> Tensor:
     if model.dtype == torch.float64:
         model.config._experts_implementation = "eager"
-    outputs = model(**{k: v for k, v in batch.items() if k != "numbers"})
+    more = {"use_cache": False} if model.config.model_type in NO_CACHE else {}
+    outputs = model(**{k: v for k, v in batch.items() if k != "numbers"}, **more)
     return outputs.logits
 
 
 # Family: what is refused by name, and where LoRA's adapters go, which are right.
 REFUSED: dict[str, tuple[str, list[str]]] = {
-    "GptOss": (r"self_attn.*GptOssAttention", ["q_proj", "o_proj"]),
-    "DeepseekV3": (r"mlp.gate.*Router", ["q_b_proj", "o_proj"]),
     "Qwen3-Next": (r"linear_attn.norm.*triangular", ["q_proj", "out_proj"]),
 }
 
@@ -222,6 +225,12 @@ def test_family(name: str, mode: str) -> None:
         return
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[name][0]):
         check(name, FAMILIES[name].build(), mode)
+
+
+def test_a_layer_with_a_cache_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.integrations.test_model_zoo.NO_CACHE", ())
+    with pytest.raises(ValueError, match=r"self_attn.*GptOssAttention.*use_cache=False"):
+        check("GptOss", FAMILIES["GptOss"].build(), "ghost_bk")
 
 
 @pytest.mark.slow

@@ -168,6 +168,16 @@ class LayerRule:
             raise unsupported(spec, activations, backprops, str(error)) from None
         return (x,), g
 
+    def of_units(
+        self, spec: LayerSpec, activations: Any, backprops: Any, units: Units
+    ) -> dict[str, Tensor] | None:
+        """Gradients ``[n, *shape]`` of units whose rows the inputs do not have one by one.
+
+        Returns:
+            ``None`` where gradients of rows are formed and summed.
+        """
+        return None
+
     def token_features(self, spec: LayerSpec) -> tuple[int, int] | None:
         """The feature dimensions of a layer whose gradient is a sum over all other dimensions.
 

@@ -99,6 +99,10 @@ def gradients_by_unit(
         check_rows_of_units(first, first.shape[:1], units)
     except ValueError as error:
         raise unsupported(spec, activations, backprops, str(error)) from None
+    own = rule.of_units(spec, activations, backprops, units)
+    if own is not None:
+        own_grads = tuple(widen(own[name]) for name in spec.params)
+        return own_grads, own_grads[0].new_ones(units.count)
     slots = _slots(units, first)
     sums: dict[str, Tensor] = {}
     for part, grads in _gradients_of_rows(rule, spec, activations, backprops, rows):

@@ -17,6 +17,7 @@ from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
 from opacus.core.rules.spec import LayerSpec
+from opacus.core.rules.units import Units
 
 Tensors = tuple[Tensor, ...]
 # A module as a function of its own trainable parameters; gives its tensor outputs.
@@ -116,7 +117,7 @@ class GenericRule(LayerRule):
         own = {name: call.parameters[name] for name in spec.params}
         if batch == 0:
             return {name: p.new_zeros(0, *p.shape) for name, p in own.items()}
-        self._refuse_sharded_children(spec, call, backprops)
+        self._refuse_to_run_again(spec, call, backprops)
         leaves, places = call.split(batch)
 
         def one_sample(pull_back: PullBack, inputs: Tensors, rows: Tensors) -> dict[str, Tensor]:
@@ -133,6 +134,21 @@ class GenericRule(LayerRule):
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
 
+    def of_units(
+        self, spec: LayerSpec, activations: Call, backprops: Any, units: Units
+    ) -> dict[str, Tensor] | None:
+        """Where inputs have a row for each unit, and outputs several, as a router of tokens.
+
+        The module runs on one unit, whose rows of the outputs it then gives.
+        """
+        grads, count, block = _as_tuple(backprops), units.count, units.block
+        if block is None or any(g.shape[0] != count * block for g in grads):
+            return None
+        if activations.split(count * block)[1] or not activations.split(count)[1]:
+            return None
+        by_unit = tuple(g.unflatten(0, (count, block)) for g in grads)
+        return self.per_sample_grad(spec, activations, by_unit)
+
     def weighted_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any, factors: Tensor | None
     ) -> dict[str, Tensor]:
@@ -140,7 +156,7 @@ class GenericRule(LayerRule):
         own = {name: call.parameters[name] for name in spec.params}
         if grads[0].shape[0] == 0:
             return {name: torch.zeros_like(p) for name, p in own.items()}
-        self._refuse_sharded_children(spec, call, backprops)
+        self._refuse_to_run_again(spec, call, backprops)
         args, kwargs = tree_map(call.restore, (call.args, dict(call.kwargs)))
         with _precision(call):
             run = self._runner(call, args, kwargs)
@@ -161,7 +177,15 @@ class GenericRule(LayerRule):
 
         return run
 
-    def _refuse_sharded_children(self, spec: LayerSpec, call: Call, backprops: Any) -> None:
+    def _refuse_to_run_again(self, spec: LayerSpec, call: Call, backprops: Any) -> None:
+        given = tree_leaves((call.args, dict(call.kwargs)))
+        cache = next((type(x).__name__ for x in given if type(x).__name__.endswith("Cache")), None)
+        if cache is not None:
+            reason = (
+                f"it is given a {cache}, which would have its keys and values twice once the layer "
+                "runs again for its gradients: call the model with use_cache=False"
+            )
+            raise unsupported(spec, call, backprops, reason)
         module = self.module()
         if any(is_fsdp(child) for child in module.modules() if child is not module):
             reason = (

@@ -166,6 +166,10 @@ class Ghost:
         self.summed.check()
         _note_samples(self, losses.shape[0])
 
+    def leaves_gradients(self) -> bool:
+        """Whether FSDP2, if it is there, finds gradients to reduce in the coming sum pass."""
+        return False
+
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
 
@@ -213,14 +217,14 @@ def _note_samples(strategy: Ghost, samples: int) -> None:
     if not ledger.kept.whole:
         lone.learn(strategy.summed.running, samples)
         return
-    rows = {name: n for one in strategy.summed.running for name, n in one.rows.items() if n > 1}
+    several = lone.several_rows(strategy.summed.running)
     reason = None
     if samples != 1:
         reason = f"the model was given one sample, but there are {samples} losses"
     elif ledger.tapped:
         reason = "layers were called outside the model's forward"
-    elif rows:
-        name, n = next(iter(rows.items()))
+    elif several is not None:
+        name, n = several
         reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
     if reason is not None:
         lone.rule_out(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -195,6 +196,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             shift = getattr(bare, "prepare_decoder_input_ids_from_labels", None)
             if shift is not None:
                 own["decoder_input_ids"] = shift(labels=inputs["labels"])
+        if "use_cache" in inspect.signature(bare.forward).parameters:
+            own.setdefault("use_cache", False)  # of no use in training
         outputs = model(**own)
         if not isinstance(outputs, Mapping):
             raise TypeError(

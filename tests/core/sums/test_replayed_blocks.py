@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.norms.ledger import SquaredNorms
+from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
 from tests.helpers.replayed_blocks import (
     B,
     Block,
+    D,
     Net,
+    T,
     batch,
     build,
     close,
@@ -56,10 +59,39 @@ def test_held_bytes_stay_in_the_budget() -> None:
     for budget in (whole, whole // 2):
         made[0].held_budget = budget
         step(made)
-        last = planner.choices["stem"]  # outside of the blocks, and after them
+        last = planner.report.choices["stem"]  # outside of the blocks, and after them
         assert planner.held_bytes - last.bytes[last.what] <= budget
     assert "replay" in ways(made[0]).values()
     assert planner.blocks.chosen == []  # nothing outlives the sum
+
+
+def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose memory has the model, what a block's backward needs, and what is held."""
+    model_bytes, inside = 10_000, 3_000
+    made = private(build(), 0.1)
+    planner = made[0]._strategy.planner
+
+    def in_use() -> int:
+        given = planner.blocks.waiting * B * T * D * 8  # checkpoints' inputs
+        return model_bytes + inside + planner.held_bytes + given
+
+    monkeypatch.setattr(planner_module, "in_use", in_use)
+    held = {}
+    for limit in range(25_000, 75_000, 2_500):
+        made[0]._strategy.limits.peak = limit
+        made[0]._limited()
+        for _ in range(2):
+            step(made)
+        last = planner.choices["stem"]  # after all blocks: nothing else can be held instead
+        at_start = planner._base + planner.held_bytes - last.bytes[last.what] + planner._in_sum
+        blocks = 4 - sum(way == "replay" for way in ways(made[0]).values()) // 3
+        held[blocks] = at_start
+        known = [b.held_before for b in planner.blocks.found if b.held_before]
+        if known and blocks < 4:
+            more = next(iter(known[-1].values())) - 2 * B * T * D * 8  # held, and not replayed
+            assert blocks == 0 or at_start <= limit < at_start + 2 * more, limit
+    assert sorted(held) == [0, 1, 2, 3, 4]
+    assert sorted(held.values()) == [held[blocks] for blocks in range(5)]
 
 
 def test_dropout_and_samples_that_are_not_finite() -> None:

@@ -27,9 +27,12 @@ NORM_PART = 4096
 FEW_SAMPLES = 8
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of :func:`widen`."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of :func:`widen`, of all of these."""
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def widen(tensor: Tensor) -> Tensor:
