@@ -134,35 +134,34 @@ def store_all() -> None:
     opacus.core.sums.choice.KEEP_PASSES = 10**9
 
 
-def check_all(rank: int, world_size: int) -> list[tuple[str, list[float], list[int]]]:
+def check_all(
+    rank: int, world_size: int, compiled: bool
+) -> list[tuple[str, list[float], list[int]]]:
     """Errors and numbers of layers with records, of each case's steps."""
     import warnings
 
     warnings.filterwarnings("ignore")
     store_all()
     found = []
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "reused": {"reused": True},
-        "compiled": {"compiled": True},
-        "two views": {},
-    }
-    if world_size > 1:  # test_compiled_blocks.py has several ranks
-        del cases["compiled"]
+    eager: dict[str, dict[str, Any]] = {"plain": {}, "reused": {"reused": True}, "two views": {}}
+    cases = {"compiled": {"compiled": True}} if compiled else eager
     for name, how in cases.items():
         progress(name)
         case, errors, records = Case(**how), [], []
         views = 2 if name == "two views" else 1
-        for step in range(2 if name == "compiled" else STEPS):  # that one cannot be followed
+        for step in range(2 if compiled else STEPS):  # compiled blocks cannot be followed
             errors.append(case.error(rank, world_size, step, views if step else 1))
             records.append(len(set(case.records)))
         found.append((name, errors, records))
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_sum_is_the_oracles(world_size: int) -> None:
-    for rank in run_distributed(check_all, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "compiled"),
+    [(1, False), (2, False), pytest.param(1, True, marks=pytest.mark.slow)],
+)
+def test_the_sum_is_the_oracles(world_size: int, compiled: bool) -> None:
+    for rank in run_distributed(check_all, world_size, compiled, timeout=120):
         for name, errors, records in rank:
             assert max(errors) < 2e-5, (name, errors)
             assert records[0] == 10, (name, records)  # all layers, to learn from
