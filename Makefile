@@ -48,8 +48,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 test: $(READY)  ## run all tests
 	$(PYTEST)
 
-test-fast: $(READY)  ## run the tests that start no process: two minutes
-	$(PYTEST) -m "not slow and not starts_processes"
+test-fast: $(READY)  ## run the tests that start no process, of the library itself: two minutes
+	$(PYTEST) --fast -m "not slow"
 
 check: lint types docs test  ## everything that CI runs: format, lint, types, docs, tests
 

@@ -26,7 +26,7 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.whole import lone_sample_from_environment
-from opacus.core.step.auto import Choice, chosen_for
+from opacus.core.step.auto import ChosenMode, chosen_for
 from opacus.core.step.modes import AUTO, MODES, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
 from opacus.engine_settings import Settings
@@ -196,7 +196,7 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def choose(settings: Settings) -> Choice | None:
+def choose(settings: Settings) -> ChosenMode | None:
     """The mode that ``"auto"`` stands for; ``None`` if another mode was asked for.
 
     Raises:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from opacus.accountants.sampling import Sampling
 from opacus.core.privacy.correlated import CorrelatedNoise
-from opacus.core.step.auto import Choice
+from opacus.core.step.auto import ChosenMode
 from opacus.core.step.modes import Mode, mode_of
 from opacus.planning import Plan
 
@@ -52,7 +52,7 @@ class Settings:
     max_batch_size: int | None = None
     release_grid: float | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
-    choice: Choice | None = None
+    choice: ChosenMode | None = None
 
     @property
     def mode(self) -> Mode:

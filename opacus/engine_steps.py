@@ -192,7 +192,8 @@ class EngineSteps(EngineCheckpoints):
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:
         # One home of C, sigma and reduction for clipping and noise.
         model._privacy = optimizer._privacy
-        model.order_parameters(optimizer.params)
+        groups = optimizer.param_groups
+        model.order_parameters([p for group in groups for p in group["params"]])
         return self._prepare_criterion(
             module=model,
             optimizer=optimizer,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
+from opacus.core.sums.report import GIB
 
 
 def curve(
@@ -52,7 +52,7 @@ def curve(
             row |= _measured(step, steps, warm, cuda)
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).split(".")[0]
-        row["ways"] = model._strategy.planner.ways
+        row["ways"] = model._strategy.planner.report.ways
         gc.collect()
     setattr(model, "memory_budget" if cuda else "held_budget", None)
     return rows

@@ -91,8 +91,9 @@ class Plan:
         """
         own = self.state_dict()
         for state in (own, known := dict(saved)):
-            state["sampling"] = (state.get("sampling") or {}).get("sampling")
-        names = ("privacy_unit", "clipping", "poisson_sampling", "sampling")
+            how = state.get("sampling") or {}
+            state["sampling"], state["rows"] = how.get("sampling"), how.get("rows")
+        names = ("privacy_unit", "clipping", "poisson_sampling", "sampling", "rows")
         wrong = [f"{n}={known.get(n)!r} (here {own[n]!r})" for n in names if known.get(n) != own[n]]
         if wrong:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: imports leave much to look through and little garbage
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What has been imported and collected by its end stays; no later collection looks at it."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +48,7 @@ def reproducible(_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Files of a minute and more, the longest first: a worker that began one of them last would keep the
-# others waiting. `make test-fast` leaves them out.
+# others waiting.
 LONGEST = [
     "core/kernels/test_triton_interpreter.py",
     "examples/test_train_text_fsdp.py",
@@ -54,10 +68,43 @@ LONGEST = [
     "examples/test_ddp_digits.py",
     "distributed/test_multinode.py",
 ]
-# What starts processes is known by what its file imports, or by its folder.
-STARTERS = ("run_distributed", "run_script", "forked", "subprocess")
+# What `make test-fast` leaves out besides: what stands around the library, and files of several
+# seconds whose subject has quicker ones.
+AROUND = ("auditing", "cases", "docs", "integrations", "memory_test", "scale", "tools")
+LONG = {
+    "accountants/test_noise_search.py",
+    "accountants/test_pld_accountant.py",
+    "accountants/test_reference.py",
+    "accountants/test_tradeoff.py",
+    "core/sums/test_replayed_blocks.py",
+    "engine/test_buffered_noise.py",
+    "engine/test_items_and_samples.py",
+    "engine/test_trainers.py",
+    "engine/test_training_loops.py",
+    "engine/test_what_outlives_the_model.py",
+}
+# What starts processes is known by what its file calls, or by its folder.
+STARTERS = ("run_distributed(", "run_script(", "forked(", "subprocess.", "Popen(")
 FOLDERS = ("examples", "reference")
 TESTS = Path(__file__).parent
+
+
+@functools.cache
+def starts_processes(path: Path) -> bool:
+    return path.parent.name in FOLDERS or any(name in path.read_text() for name in STARTERS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out what takes long")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast what is left out is not even imported."""
+    if not config.getoption("--fast") or not collection_path.name.startswith("test_"):
+        return None
+    place = collection_path.relative_to(TESTS)
+    out = place.parts[0] in AROUND or place.as_posix() in (*LONGEST, *LONG)
+    return out or starts_processes(collection_path) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path) in place:
             item.add_marker("slow")
-        module = getattr(item, "module", None)
-        if item.path.parent.name in FOLDERS or any(hasattr(module, n) for n in STARTERS):
+        if starts_processes(item.path):
             item.add_marker("starts_processes")
     if torch.cuda.is_available():
         return

@@ -43,7 +43,7 @@ ALLOWED = {
     },
     "isolation": {"core", "grad_sample"},
     "lightning": {"data_loader"},
-    "memory_curve": set(),
+    "memory_curve": {"core"},
 }
 # Only the top imports the engine.
 ON_TOP = {
@@ -174,7 +174,7 @@ def test_import_costs_little_more_than_torch() -> None:
     code = (
         "import time, torch; t = time.perf_counter(); import opacus; print(time.perf_counter() - t)"
     )
-    assert min(float(run(code)) for _ in range(3)) < 1.5
+    assert any(float(run(code)) < 1.5 for _ in range(3))
 
 
 def test_accountants_need_no_torch() -> None:

@@ -76,7 +76,7 @@ def train(stored: str | None, seed: int, epochs: int, epsilon: float) -> dict[st
             optimizer.zero_grad()
             criterion(private(x), y).backward()
             optimizer.step()
-    ways = {c.what for c in private._strategy.planner.choices.values()}
+    ways = {c.what for c in private._strategy.planner.report.choices.values()}
     private.eval()
     x, y = data.test.tensors
     with torch.no_grad():

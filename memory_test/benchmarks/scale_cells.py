@@ -24,6 +24,8 @@ FIRST = "llama3-1b_h200x2_2026-11-28_one_pass"
 LATER, LAST = f"{FIRST}_later", f"{FIRST}_last"
 BY_TURNS = "llama3-1b_h200x2_2026-11-28_steps_deferred"
 IN_SERIES = "llama3-1b_h200x2_2026-11-28_series"
+WHOLE = "llama3_h200x2_2026-11-29_whole_steps"
+BUDGETS = "llama3-3b_h200_2026-11-29_budgets"
 FITTED = {
     (FIRST, "no_dp", 2, 8192), (FIRST, "no_dp", 4, 4096), (FIRST, "no_dp", 16, 1024),
     (FIRST, "no_dp", 16, 512), (FIRST, "ghost_fsdp_bk", 16, 1024),
@@ -31,10 +33,12 @@ FITTED = {
     ("llama3-1b_h100x2_2026-11-28_two_pass", "no_dp", 4, 4096),
     # Ratios of the host's time: of each call of today's package its smallest cell.
     (LATER, "ghost_fsdp_bk", 1, 1024), (IN_SERIES, "ghost_fsdp_bk", 1, 1024),
-    (LAST, "ghost_fsdp_bk", 4, 1024),
+    (LAST, "ghost_fsdp_bk", 4, 1024), (WHOLE, "ghost_fsdp_bk", 1, 1024),
     (IN_SERIES, "flash_fsdp_bk", 1, 1024), (LAST, "flash_fsdp_bk", 4, 1024),
     (IN_SERIES, "ghost_fsdp", 1, 1024),
     (BY_TURNS, "ghost_fsdp", 1, 2048), (BY_TURNS, "flash_fsdp", 1, 2048),
+    # How long a replay takes.
+    (BUDGETS, "ghost_fsdp_bk", 4, 4096),
 }  # fmt: skip
 # Files from before noise was added by one kernel and layers took less host time.
 EARLIER_HOST = {
@@ -99,6 +103,7 @@ def cells_of(path: Path) -> Iterator[Measured]:
     found = {**dict.fromkeys(PARTS, ()), **json.loads(path.read_text())}
     yield from _of_steps(path.stem, found)
     yield from _of_series(path.stem, found)
+    yield from _of_whole_steps(path.stem, found)
 
 
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
@@ -131,6 +136,31 @@ def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
                    bool(result["deferred"]), checkpointing=config["checkpointing"])  # fmt: skip
         if run is not None:
             yield Measured(name, card, run, result["median_time_ms"], result["peak_memory_gb"])
+
+
+def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
+    """Steps of one script, on any number of ranks; its loop holds the logits."""
+    wrapped = "without FSDP2" not in found.get("what", "")
+    for row in found["whole_steps"]:
+        card, model = _card(found["device"]), f"llama3-{row['model']}"
+        plain = not row.get("lora") and not row.get("offload")
+        if not (card and plain) or model not in SHAPES or row["case"] not in MODELLED_CASES:
+            continue
+        ways = row.get("ways") or {}
+        again = ways.get("replay", 0) / (sum(ways.values()) or 1)
+        shape, stored = SHAPES[model], row.get("stored_dtype")
+        run = Run(
+            shape, found["world"], row["seq"], row["batch"], MODELLED_CASES[row["case"]],
+            row.get("checkpointing", False), stored=1 if stored == "float8" else 2,
+            held_blocks=None if not again else shape.layers - round(again * (shape.layers + 1)),
+            wrapped=wrapped,
+        )  # fmt: skip
+        yield Measured(name, card, run, row["ms"], row["peak_gb"], row.get("call", 0))
+
+
+# Of the whole steps; those with compiled blocks, without logits or of earlier packages are not
+# modelled.
+MODELLED_CASES = {"nondp": "no_dp", **{mode: mode for mode in MODELLED if mode != "no_dp"}}
 
 
 def _run(

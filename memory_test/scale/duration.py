@@ -52,7 +52,7 @@ def duration_of(run: Run, rates: Rates) -> Duration:
         "attention": _attention(run) / rates.attention_flops,
         "elementwise": _elementwise(run) / rates.activation_bytes,
     }
-    if run.gpus > 1:
+    if run.fsdp:
         parts["parameters"] = _handled(run) / rates.fsdp_parameters
     else:  # the optimizer reads two tensors and writes one
         parts["parameters"] = 3.0 * run.parameter_bytes * run.shape.parameters / rates.stored_bytes
@@ -68,7 +68,7 @@ def duration_of(run: Run, rates: Rates) -> Duration:
 
 def _host(run: Run, rates: Rates) -> float:
     # FSDP2 does about half of the host's work of a block.
-    share = 1.0 if run.gpus > 1 else 0.4
+    share = 1.0 if run.fsdp else 0.4
     again = 4 / 3 if run.checkpointing else 1.0
     blocks = run.shape.layers + 1
     return rates.host_seconds_of_block * blocks * _host_ratio(run, rates) * share * again

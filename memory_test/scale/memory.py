@@ -1,10 +1,11 @@
 """Peak memory of a rank.
 
-Four moments can be the peak: the gradient of the loss, when all activations and copies of the
+Some moments can be the peak: the gradient of the loss, when all activations and copies of the
 logits are there; the backward pass of the last block, which is computed again before it where
 activations are checkpointed, when the logits are gone; the end of a backward pass in which autograd
-forms gradients, when embedding and head are reduced; and the clipped sum of what a single
-backward pass kept.
+forms gradients, when embedding and head are reduced; with a single backward pass that of the first
+block, when all that is kept is there; then the clipped sum, which goes from the last parameter to
+the first: its beginning, and the blocks that run again.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def memory_of(run: Run, rates: Rates) -> Memory:
     state = _state(run)
     moments = {"loss": state + _loss(run), "block": state + _block(run, rates)}
     if run.strategy == "one_pass":
+        moments["kept"] = state + _kept(run, rates)
         moments["clipped sum"] = state + _clipped_sum(run, rates)
     else:
         moments["gradients"] = state + _gradients(run)
@@ -118,7 +120,7 @@ def _backprops(run: Run) -> int:
 
 def _unsharded(run: Run) -> float:
     """Parameters outside the blocks, and one block, in half precision."""
-    if run.gpus == 1:
+    if not run.fsdp:
         return 0.0
     return 2.0 * (run.shape.root_parameters + run.shape.block_parameters)
 
@@ -127,7 +129,7 @@ def _gradients(run: Run) -> float:
     """All gradients are reduced but those outside the blocks, which are being so."""
     shape = run.shape
     logits = _held_logits(run)
-    if run.gpus == 1:
+    if not run.fsdp:
         return 2.0 * shape.parameters + logits
     blocks = shape.layers * shape.block_parameters
     reduced = 4 * blocks / run.sharded_over
@@ -138,15 +140,29 @@ def _gradients(run: Run) -> float:
     return reduced + reducing + kept + logits
 
 
+def _kept(run: Run, rates: Rates) -> float:
+    """The backward pass of the first block, whose activations are there."""
+    shape = run.shape
+    own = shape.activation_bytes_of_block + 2 * shape.hidden + 4 * shape.mlp
+    kept = held_bytes(run, rates).total + _given(run)
+    return kept + run.tokens_here * own + _held_logits(run) + _unsharded(run)
+
+
+def _given(run: Run) -> float:
+    """What the blocks that run again were given, and the gradients of their outputs."""
+    return 4.0 * run.tokens_here * run.shape.hidden * run.replayed_blocks
+
+
 def _clipped_sum(run: Run, rates: Rates) -> float:
-    """What was kept is turned into shards; at the start all is kept, at the end all is summed."""
+    """What was kept is turned into shards, from the last parameter to the first."""
     shape = run.shape
     head = shape.vocab * shape.hidden
     held = held_bytes(run, rates)
     buckets = max(BUCKET_BYTES, 4 * head) + BUCKETS_IN_FLIGHT * BUCKET_BYTES
     summed = 4 * shape.parameters / run.sharded_over
-    logits = _held_logits(run)
-    if run.replayed_blocks:  # what each was given, its output's gradient, and the one that runs
-        tensors = 4 * shape.hidden * run.replayed_blocks + 2 * shape.activation_bytes_of_block
-        logits += run.tokens_here * tensors + 2 * shape.block_parameters
-    return max(held.total, summed + held.head) + buckets + logits
+    most = max(held.total + _given(run), summed)
+    if run.replayed_blocks:  # at first those of the kept ones, at the end all
+        kept = 4 * (head + (run.held_blocks or 0) * shape.block_parameters) / run.sharded_over
+        own = run.tokens_here * shape.activation_bytes_of_block + 2 * shape.block_parameters
+        most = max(most, max(kept + _given(run), summed) + own)
+    return most + buckets + _held_logits(run)

@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         shape: The model.
-        gpus: Number of ranks W; 1 for a step without FSDP2, all in bf16.
+        gpus: Number of ranks W.
         tokens: Tokens T of a sample.
         batch: Samples B of a rank.
         mode: One of :data:`MODES`.
@@ -39,6 +39,8 @@ class Run:
             as one does that has it in a variable.
         stored: Bytes of an element of a stored per-sample gradient: 1 in float8.
         held_blocks: Blocks of which records are held until the sum; ``None``: all.
+        wrapped: Whether FSDP2 has the parameters; ``None``: if there are several ranks. Without it
+            all is in bf16.
         offloaded_blocks: Blocks whose records wait in host memory. The others run again.
     """
 
@@ -56,6 +58,7 @@ class Run:
     stored: int = 2
     held_blocks: int | None = None
     offloaded_blocks: int = 0
+    wrapped: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tokens", "batch", "node"):
@@ -67,8 +70,8 @@ class Run:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}")
         if self.gpus % self.sharded_over or self.sharded_over < 1:
             raise ValueError(f"shard must divide gpus, got {self.shard} and {self.gpus}")
-        if self.gpus == 1 and self.mode != NON_PRIVATE:
-            raise ValueError("on one GPU only the non-private step is modelled")
+        if not self.fsdp and (self.mode != NON_PRIVATE or self.gpus > 1):
+            raise ValueError("without FSDP2 only the non-private step of one GPU is modelled")
 
     @property
     def replayed_blocks(self) -> int:
@@ -76,6 +79,11 @@ class Run:
         if self.strategy != "one_pass" or self.held_blocks is None:
             return 0
         return self.shape.layers - self.held_blocks - self.offloaded_blocks
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 has the parameters."""
+        return self.gpus > 1 if self.wrapped is None else self.wrapped
 
     @property
     def sharded_over(self) -> int:
@@ -100,4 +108,4 @@ class Run:
     @property
     def parameter_bytes(self) -> int:
         """Of a stored parameter: fp32 when sharded."""
-        return 2 if self.gpus == 1 else 4
+        return 4 if self.fsdp else 2

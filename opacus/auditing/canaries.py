@@ -111,6 +111,8 @@ class GradientCanaries:
             raise ValueError("gradient canaries need clipping='flat', got per-layer norms")
         if optimizer._privacy.gradient_scales is not None:
             raise ValueError("gradient canaries need an optimizer that scales no gradients")
+        if optimizer._parallelism.correlation is not None:
+            raise ValueError("gradient canaries need noise that is not correlated between steps")
         if not optimizer.noise_multiplier > 0.0:
             raise ValueError("noise_multiplier is 0: a run without noise promises nothing")
         self._engine, self._counted_before = engine, len(engine.accountant)

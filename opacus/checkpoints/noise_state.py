@@ -9,6 +9,7 @@ run with correlated noise, whose later steps take back earlier noise.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from opacus.core.privacy.key import NOISE
 
 if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
+
+logger = logging.getLogger(__name__)
 
 ENTRY = "noise_generator"
 _CORRELATION = "correlation"
@@ -77,6 +80,8 @@ def restore_noise(
         steps: Number of steps that the checkpoint counts.
         taken: Number of steps that had been taken in this process.
 
+    A log warns of steps that are not counted any more.
+
     Warns:
         UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
@@ -84,6 +89,15 @@ def restore_noise(
     # An earlier load, or one of the model alone, may have set the accountant back already.
     taken = max(taken, key.step)
     back = taken > steps
+    if back:
+        logger.warning(
+            "%d steps have been taken or loaded before, and the checkpoint counts %d: the others "
+            "are not counted any more. If anything of them was seen, such as an evaluation that "
+            "led back, they cost privacy, too: add both histories with "
+            "opacus.accountants.runs.compose.",
+            taken,
+            steps,
+        )
     entry = _entry(saved)
     known = bool(entry) and key.resume(entry)
     if parallelism.correlation is not None and _CORRELATION in entry:

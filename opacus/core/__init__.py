@@ -23,4 +23,9 @@ A step::
                            p.grad <--privacy: noise-- ranks: reduction
 
 ``rules`` and ``privacy`` stand beside each other: neither imports the other.
+
+Words with two meanings elsewhere: a *unit* is a unit of privacy, in ``ranks`` also a module that
+FSDP2 gathers at once ("unit of FSDP2"). A *shard* is a rank's part of a parameter; samples that
+differ between ranks are a data layout (``data_layout="sharded"``). How a step is spread over ranks
+is its *parallelism*.
 """

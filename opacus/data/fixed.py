@@ -8,6 +8,7 @@ weight (``make_private(privacy_unit="unit_ids", max_batch_size=...)``).
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,11 +57,16 @@ class PaddedCollate:
     def __call__(self, samples: list[Any]) -> Any:
         batch = self.collate_fn(samples)
         if not self.named:
-            batch = _with_units(batch, torch.arange(len(samples), device="cpu") + (self.rank << 32))
+            batch = _with_units(batch, self._names(len(samples)))
         blank = self.collate_fn([])
         if not self.named:
             blank = _with_units(blank, torch.zeros(0, dtype=torch.int64, device="cpu"))
         return self._filled(batch, blank, named=False, last=True)
+
+    def _names(self, count: int) -> Tensor:
+        """Of units, apart from those of other ranks and of other parts of the logical batch."""
+        part = int.from_bytes(os.urandom(4), "big")  # workers do not know which part they load
+        return torch.arange(count, device="cpu") + (self.rank << 52 | part << 20)
 
     def _filled(self, value: Any, blank: Any, named: bool, last: bool = False) -> Any:
         if isinstance(value, Tensor):

@@ -15,7 +15,7 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.strategy import Ghost
-from opacus.grad_sample._norms import Norms, Ordinary
+from opacus.grad_sample._norms import Norms, OrdinaryNorms
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 
 
@@ -65,7 +65,8 @@ class GhostSettings(GradSampleHooks):
         It may be set as a share of the card, such as 0.9. What is held follows from it block by
         block, as for :attr:`held_budget`; a step without privacy needs what is left. ``None`` (the
         default): all that the process can get of the card, but a twentieth of it. After running
-        out of memory a block more runs again from the next step on, with a warning.
+        out of memory a block more runs again from the next step on, with a warning (under FSDP2
+        from torch 2.13 on: FSDP2 of earlier ones cannot go on after an error in a backward pass).
         """
         return self._strategy.limits.peak
 
@@ -139,11 +140,11 @@ class GhostSettings(GradSampleHooks):
         planner = self._strategy.planner
         if planner is None:
             return super().explain()
-        table = planner.table()
-        if not planner.choices and self._recorder.lone is not None and self._recorder.lone.ready:
+        table, choices = planner.report.table(), planner.report.choices
+        if not choices and self._recorder.lone is not None and self._recorder.lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
-        if planner.choices:
-            table += f"\n\n{planner.summary()}"
+        if choices:
+            table += f"\n\n{planner.report.text(planner.held_bytes, planner.host_bytes)}"
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"
 
     def log_module_gradient_sample_mode(
@@ -161,7 +162,7 @@ class GhostNorms(GhostSettings):
 
     trainable_parameters: list[nn.Parameter]
     _norms: Norms
-    _ordinary: Ordinary
+    _ordinary: OrdinaryNorms
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
@@ -190,7 +191,7 @@ class GhostNorms(GhostSettings):
         return clip_flat(norms, privacy.sensitivity, privacy.clip_rule).factors
 
     def order_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Say which parameter each of the per-layer clipping norms belongs to."""
+        """Say which parameters per-layer clipping norms and scales belong to: the optimizer's."""
         self._norms.put_in_order(parameters)
 
 

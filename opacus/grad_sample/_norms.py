@@ -32,18 +32,24 @@ class Norms:
         by_name: Squared norms ``[B]`` of the latest norm pass, by parameter name.
         whole: ``[B]`` norms of the whole gradients; ``None`` before there are any.
         order: Names of the trainable parameters, in the order of per-layer clipping norms.
+        held: Names of all that the optimizer holds, in the order of its groups.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.by_name: dict[str, Tensor] = {}
         self.whole: Tensor | None = None
         self._parameters = dict(module.named_parameters())
-        self.order = [name for name, p in self._parameters.items() if p.requires_grad]
+        self.held = list(self._parameters)
+        self.order = self._trained()
 
     def put_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take the order from an optimizer's parameters."""
+        """Take the order from an optimizer's parameters, frozen ones too."""
         names = {id(p): name for name, p in self._parameters.items()}
-        self.order = [names[id(p)] for p in parameters]
+        self.held = [names[id(p)] for p in parameters if id(p) in names]
+        self.order = self._trained()
+
+    def _trained(self) -> list[str]:
+        return [name for name in self.held if self._parameters[name].requires_grad]
 
     def take(
         self, norm_sq: dict[str, Tensor], batch: int, device: torch.device | None = None
@@ -60,10 +66,10 @@ class Norms:
         """``[B]`` norms of whole gradients, those of parameters multiplied by their scales.
 
         Args:
-            scales: In the order of :attr:`order`.
+            scales: Of those that are trainable now, in the order of :attr:`held`.
         """
         assert self.whole is not None
-        scale_of = dict(zip(self.order, scales, strict=True))
+        scale_of = dict(zip(self._trained(), scales, strict=True))
         norm_sq = {name: value * scale_of[name] ** 2 for name, value in self.by_name.items()}
         return total_norms(norm_sq, len(self.whole), self.whole.device)
 
@@ -90,7 +96,7 @@ class Norms:
         return self.whole
 
 
-class Ordinary:
+class OrdinaryNorms:
     """Norms of an ordinary ``backward()``: they can be read, nothing is clipped.
 
     Args:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.privacy.draws import Draws
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
-from opacus.core.step.auto import Choice
+from opacus.core.step.auto import ChosenMode
 from opacus.grad_sample._opacus_names import OpacusNames
 
 
@@ -26,7 +26,7 @@ class NamedByUser(OpacusNames):
     """
 
     draws: Draws | None = None
-    auto_choice: Choice | None = None
+    auto_choice: ChosenMode | None = None
     privacy_unit: str | None = None
 
     def explain(self) -> str:

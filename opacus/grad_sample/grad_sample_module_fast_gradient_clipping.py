@@ -32,7 +32,7 @@ from opacus.core.sums.terms import GradientSink, LocalSink
 from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
-from opacus.grad_sample._norms import Norms, Ordinary
+from opacus.grad_sample._norms import Norms, OrdinaryNorms
 from opacus.grad_sample._samplers import FormedRule, Sampler, SamplerRule
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 
@@ -63,7 +63,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     A first backward pass gives the norms, the clip rule gives the factors, a second
     pass forms the clipped sum; the criterion of
     :class:`~opacus.utils.fast_gradient_clipping_utils.DPLossFastGradientClipping` runs
-    all three. Ordinary ``backward()`` leaves no parameter gradient behind.
+    all three. OrdinaryNorms ``backward()`` leaves no parameter gradient behind.
 
     Deferred norms: the backward hook only keeps the record of a layer, without
     touching a parameter or a collective; :meth:`compute_all_norms_parallel` computes
@@ -238,7 +238,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         recorder, deferred = self._recorder, self._use_deferred_norm
         parameters = list(self._module.named_parameters())
         mean = self.loss_reduction == "mean"
-        self._ordinary = ordinary = Ordinary(self._norms, recorder, self._summed, mean=mean)
+        self._ordinary = ordinary = OrdinaryNorms(self._norms, recorder, self._summed, mean=mean)
         how: dict[str, Any] = {
             "deferred": deferred,
             "summed": self._summed,

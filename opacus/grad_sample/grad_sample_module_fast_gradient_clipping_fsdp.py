@@ -29,7 +29,7 @@ from opacus.core.ranks.lone_units import LoneSampleOfUnits
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
-from opacus.core.ranks.reduction import ShardedSink
+from opacus.core.ranks.reduction import ShardedSink, can_reduce
 from opacus.core.ranks.replicated import LayerShares
 from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
@@ -40,7 +40,7 @@ from opacus.core.record.whole import LoneSample
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink
+from opacus.core.sums.two_pass import TwoPass
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
 )
@@ -223,7 +223,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _reductions(self) -> int:
         """How often gradients have been reduced past FSDP2."""
-        reductions: int = getattr(getattr(self._strategy, "sink", None), "reductions", 0)
+        sink = getattr(self._strategy, "sink", None)
+        reductions: int = getattr(sink, "reductions", 0)
         return reductions
 
     @timed(PARALLEL_NORMS)
@@ -249,14 +250,23 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         with self._recovering("sum"):
-            if self.book_keeping:  # there FSDP2 reduces nothing
+            if not self._strategy.leaves_gradients():
+                self._unreached.rest()
                 super().sum_pass(losses, clipped, retain_graph)
                 return
             self._unreached.start(self._reached)
             with reduced_at_once(self._module):
                 super().sum_pass(losses, clipped, retain_graph)
 
-    def _make_sink(self) -> GradientSink:
+    def _make_strategy(self) -> Ghost:
+        strategy = super()._make_strategy()
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        simple = all(can_reduce(getattr(p, "placements", ())) for p in trained)
+        if simple and isinstance(strategy, TwoPass) and not tensor_parallel_names(self._module):
+            strategy.let_wait(self._make_sink())
+        return strategy
+
+    def _make_sink(self) -> ShardedSink:
         parameters = dict(self._module.named_parameters())
         return ShardedSink(parameters, reduce_dtypes(self._module))
 

@@ -23,7 +23,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
     Arguments are those of :class:`DPOptimizer`.
 
     Attributes:
-        reduce_once: Whether ranks that share a model by FSDP2 (``*_fsdp_bk``) add up the sums of a
+        reduce_once: Whether ranks that share a model by FSDP2 (``*_fsdp*`` modes) add up sums of a
             logical batch's physical batches once, where memory allows; until then they are in
             neither ``p.grad`` nor ``p.summed_grad``. The same on all ranks.
     """
@@ -222,9 +222,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
         self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
-        self._watch.forget()
         if self._waits:
             self._forget_waiting(warn=True)
+        self._watch.forget()
         super().zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:

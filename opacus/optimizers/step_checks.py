@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.draws import Draws
-from opacus.core.ranks.meeting import Meetings, ranks_of
+from opacus.core.ranks.meeting import Meetings, ranks_holding
 from opacus.core.ranks.parallelism import Single
 
 logger = logging.getLogger(__name__)
 
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
-# Wrappers (of hooks, schedulers, profilers) between it and the step.
-MOST_FRAMES = 16
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
@@ -33,12 +30,9 @@ def only_makes_state(optimizer: Any) -> bool:
     ``get_state_dict`` and ``set_state_dict`` take a step of a new optimizer with gradients of
     zeros and a learning rate of zero, so that it has a state. Nothing is released by that.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        if frame is None or frame.f_globals.get("__name__") == STATE_DICT:
-            break
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != STATE_DICT or optimizer.state:
+    if STATE_DICT not in [frame.f_globals.get("__name__") for frame in callers()]:
+        return False
+    if optimizer.state:
         return False
     groups = optimizer.param_groups
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
@@ -62,7 +56,7 @@ class CheckedOptimizer:
         self._warned_of_no_draw = False
         self._met = 0
         if self._parallelism.world_size > 1:
-            self._meetings = Meetings(ranks_of(self.params), "draws")
+            self._meetings = Meetings(ranks_holding(self.params), "draws")
 
     def _samples(self) -> int:
         raise NotImplementedError

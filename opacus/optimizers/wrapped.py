@@ -21,6 +21,7 @@ class WrappedOptimizer(Optimizer):
 
     original_optimizer: Optimizer
     params: list[nn.Parameter]
+    _listed: list[nn.Parameter] | None  # while a private step runs
 
     def _guard_original(self) -> None:
         """Refuse steps that the plain optimizer takes by itself, with gradients without noise.
@@ -43,6 +44,8 @@ class WrappedOptimizer(Optimizer):
 
     def _refuse_alone(self) -> None:
         """What the private step has released is marked; other gradients are not private."""
+        if self._listed is not None:  # it is the private step; gradients may share memory
+            return
         fresh = unprocessed([parameter.grad for parameter in self.params])
         # torch.distributed.checkpoint steps with zeros, to make a state.
         if any(grad is not None and bool((local_of(grad) != 0).any()) for grad in fresh):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opacus.core.step.arithmetic import ARITHMETIC, combined
 from opacus.core.step.loss_scale import SCALING, calling_scaler
 from opacus.core.step.losses import MEANS, as_reduced, per_sample_losses, rows_of
 from opacus.core.step.private_step import clip_batch
@@ -190,16 +191,6 @@ class DPTensorFastGradientClipping(Tensor):
         return func(*args, **kwargs)
 
 
-# Functions of torch that give another private loss, besides the operators.
-ARITHMETIC = frozenset(
-    (
-        "add", "__add__", "__radd__", "sub", "subtract", "rsub", "__rsub__", "mul", "multiply",
-        "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "__rdiv__", "neg",
-        "negative", "pow",
-    )
-)  # fmt: skip
-
-
 def _is_loss(value: Any) -> bool:
     return isinstance(value, DPTensorFastGradientClipping)
 
@@ -211,58 +202,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 def _arithmetic(function: Callable[..., Any], *operands: Any) -> DPTensorFastGradientClipping:
-    """``function`` of the per-sample losses among ``operands``, as a private loss.
-
-    Raises:
-        ValueError: The losses have different reductions or loss scales, or the result is
-            not one loss a sample.
-    """
-    losses = [o for o in operands if _is_loss(o)]
-    first = losses[0]
-    for other in losses[1:]:
-        if other.loss_reduction != first.loss_reduction:
-            raise ValueError(
-                "Cannot combine losses with different reductions: "
-                f"{first.loss_reduction} vs {other.loss_reduction}"
-            )
-    _check_scales(function, operands, losses)
-    others = [o for o in operands if isinstance(o, Tensor) and not _is_loss(o)]
-    joint = len(first.loss_per_sample) > 1  # of one sample any loss is its own
-    if joint and any(other.requires_grad and not other.dim() for other in others):
-        _refuse_joint(function)
-    result = function(*(o.loss_per_sample if _is_loss(o) else o for o in operands))
-    if result.shape != first.loss_per_sample.shape:
-        raise ValueError(
-            "the loss of ghost clipping can be combined with numbers and with losses of the same "
-            f"batch; {tuple(first.loss_per_sample.shape)} losses became {tuple(result.shape)}"
-        )
-    combined: DPTensorFastGradientClipping = first._with(result)
-    combined.loss_scale = first.loss_scale
-    return combined
-
-
-def _refuse_joint(function: Callable[..., Any]) -> None:
-    raise ValueError(
-        f"{function.__name__} of the criterion's losses and one ordinary loss for the whole batch: "
-        "that one depends on all samples at once, so no sample's part of it can be clipped. Give "
-        "one loss a sample (reduction='none', shape [batch]), or make a second criterion by "
-        "DPLossFastGradientClipping(module, optimizer, other_criterion, loss_reduction). For a "
-        "penalty on the parameters use optimizer.add_penalty, or weight_decay"
-    )
-
-
-def _check_scales(function: Callable[..., Any], operands: Any, losses: Any) -> None:
-    """Refuse arithmetic after which the factor on the gradients is not the loss scale."""
-    scales = {None if o.loss_scale is None else float(o.loss_scale) for o in losses}
-    if scales == {None}:
-        return
-    linear = len(losses) == 1 and (_is_loss(operands[0]) or "div" not in function.__name__)
-    additive = function.__name__.strip("_") in ("add", "radd", "sub", "subtract", "rsub")
-    if len(scales) > 1 or "pow" in function.__name__ or not (linear or additive):
-        raise ValueError(
-            "this arithmetic on losses that a GradScaler has scaled would change their scale: "
-            "combine the losses first, then call scaler.scale(loss).backward()"
-        )
+    return combined(function, operands, [_is_loss(o) for o in operands])
 
 
 class DPLossFastGradientClipping:

@@ -181,6 +181,7 @@ class _Keyed(Sampler[list[int]]):
     draws: Draws
     _split: tuple[bytes, Tensor] | None = None  # of cyclic passes: its key, and parts of the items
 
+    _sample_rate: float
     _shared = False
     cyclic = False
     latest = -1  # not told: parts come in the order of a pass
@@ -199,6 +200,11 @@ class _Keyed(Sampler[list[int]]):
         self._again: int | None = None
         secure = isinstance(generator, SystemGenerator)
         self.key = RunKey(generator, secure=secure, shared=self._shared)
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which a sample joins a batch; fixed, as steps are counted at it."""
+        return self._sample_rate
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -301,7 +307,7 @@ class UniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("num_samples", num_samples, sample_rate, steps)
         self.num_samples = num_samples
-        self.sample_rate = sample_rate
+        self._sample_rate = sample_rate
         self.cyclic = cyclic
         self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
@@ -340,7 +346,8 @@ class DistributedUniformWithReplacementSampler(_Keyed):
         total_size: size of the whole data set. If `num_replicas` does not divide it, the first
             ranks hold one sample more; none is dropped or repeated.
         sample_rate: probability with which a sample joins a batch, in (0, 1].
-        shuffle: deal the samples out in random order, a new one for each `set_epoch`.
+        shuffle: deal the samples out in random order, a new one for each `set_epoch`; not where
+            batches are truncated.
         shuffle_seed: seed of that order; must be the same on all ranks.
         steps: batches per epoch; by default 1 / `sample_rate`, rounded down.
         generator: seeded source of the coins' key, rank 0's; by default the operating system.
@@ -366,7 +373,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("total_size", total_size, sample_rate, steps)
         self.total_size = total_size
-        self.sample_rate = sample_rate
+        self._sample_rate = sample_rate
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
         self.cyclic = cyclic
@@ -397,7 +404,8 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     def _owners(self) -> NDArray[np.int32]:
         """The rank that holds each sample in this epoch, shape `[total_size]`."""
         places = np.arange(self.total_size, dtype=np.int32) % self.num_replicas
-        if not self.shuffle:
+        # Which others fill a rank's truncated batch must not depend on how many items there are.
+        if not self.shuffle or self.most is not None:
             return places
         order = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
         owners = np.empty_like(places)

@@ -9,12 +9,12 @@ from typing import Any, Union
 from torch import nn
 
 from opacus.validators.errors import ShouldReplaceModuleError, UnsupportableModuleError
+from opacus.validators.instance_norm import INSTANCENORM
 from opacus.validators.utils import register_module_fixer, register_module_validator
 
 BATCHNORM = Union[  # noqa: UP007
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 ]
-INSTANCENORM = Union[nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]  # noqa: UP007
 
 # Default number of groups, or the largest divisor that it shares with the channels.
 MAX_GROUPS = 32

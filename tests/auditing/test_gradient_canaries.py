@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
+from opacus import CorrelatedNoise, PrivacyEngine
 from opacus.auditing import AuditError, AuditReport, GradientCanaries
 from opacus.core.privacy.key import NOISE
 from opacus.optimizers import optimizer as optimizer_file
@@ -237,6 +237,8 @@ def test_what_cannot_be_audited_is_refused() -> None:
         GradientCanaries(10)
     with pytest.raises(ValueError, match="noise_multiplier is 0"):
         audited(noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="not correlated"):
+        audited(correlated_noise=CorrelatedNoise.square_root(2, steps=50, separation=2))
     audit = GradientCanaries(CANARIES)
     with pytest.raises(ValueError, match="nothing can be said"):
         audit.report(delta=1e-5)

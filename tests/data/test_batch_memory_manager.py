@@ -331,7 +331,7 @@ def test_length_of_fixed_batches(kind: str, largest: int) -> None:
 
 @pytest.mark.parametrize(("rate", "largest"), [(0.02, 1), (0.2, 1), (0.2, 5), (0.5, 8)])
 def test_length_of_poisson_batches_is_the_mean(rate: float, largest: int) -> None:
-    steps = 3000
+    steps = 1000
     sampler = UniformWithReplacementSampler(
         num_samples=SIZE, sample_rate=rate, generator=seeded(), steps=steps
     )

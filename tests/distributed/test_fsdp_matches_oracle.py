@@ -44,7 +44,7 @@ class Case:
         return f"{self.name}-{self.how}-{self.mode}-{when}-{self.reduction}-{sizes}/{self.parts}"
 
 
-STEPS = 3
+STEPS = 2
 
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[Case, float]]) -> list[Any]:

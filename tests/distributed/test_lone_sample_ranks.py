@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import oracle
@@ -45,6 +47,30 @@ def note_rows(recorder: Any, tapped: list[int]) -> None:
     recorder.sink = noting
 
 
+def forward_of(module: Any, loss: Any, inputs: Tensor, targets: Tensor) -> Any:
+    return loss(module(inputs), targets)
+
+
+def fail_first(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Backward passes: one that fails when some units have had theirs, and one that does not."""
+    failed: list[bool] = []
+
+    def fail(grad: Tensor) -> None:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("planted")
+
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    handle = first.register_forward_hook(
+        lambda m, args, output: output.register_hook(fail) and None
+    )
+    loss = forward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def run_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> list[Any]:
     """Worst error of each case's sums, how many layers were tapped with one sample, least norm."""
     found = []
@@ -67,7 +93,11 @@ def run_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> li
             own = rows_of(sizes, rank)
             if number == 1:
                 note_rows(module._recorder, tapped)
-            loss(module(inputs[own].to(device)), targets[own].to(device)).backward()
+            part = inputs[own].to(device), targets[own].to(device)
+            if number == 1 and world_size == 1 and name == "mlp":
+                fail_first(model, partial(forward_of, module, loss, *part))
+            else:
+                forward_of(module, loss, *part).backward()
             held = [p for p in model.parameters() if p.requires_grad]
             for parameter, want in zip(held, wanted, strict=True):
                 error = max(error, oracle.relative_error(whole(parameter.grad), want.cpu()))

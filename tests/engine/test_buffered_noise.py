@@ -83,7 +83,7 @@ def test_a_resumed_run_takes_back_noise_of_before(secure: bool) -> None:
     std, end = SIGMA * CLIP * BUFFERED.sensitivity, 2 * BATCHES
     drawn = [white(resumed, number) for number in range(end)]
     assert torch.equal(drawn[0][0], white(run, 0)[0])
-    assert not torch.isclose(drawn[BATCHES][0], white(run, BATCHES)[0], rtol=1e-3).any()
+    assert not (drawn[BATCHES][0] == white(run, BATCHES)[0]).any()  # in float64
     names = resumed.optimizer._noise_names(resumed.optimizer.params)
     for place, name in enumerate(names):
         held = _held(resumed)[name]

@@ -186,19 +186,25 @@ def test_loading_the_model_alone_does_not_start_the_noise_again(
     assert not repeats(first, resumed.train(2))
 
 
-def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path) -> None:
+def test_going_back_to_a_checkpoint_in_the_same_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(model(), "hooks")
     run.train(1)
     run.save(tmp_path / "run.pt")
     run.load(tmp_path / "run.pt")  # nothing has happened since: no warning
+    assert "not counted any more" not in caplog.text
     given_up = run.train(2)
     with pytest.warns(UserWarning, match=rf"more steps than the checkpoint.*{NEW_SEED}"):
         run.load(tmp_path / "run.pt")
+    assert "3 steps have been taken or loaded before, and the checkpoint counts 1" in caplog.text
     assert not repeats(given_up, run.train(2))
 
 
 @pytest.mark.parametrize("model_first", [False, True])
-def test_going_back_to_a_checkpoint_again(model_first: bool, tmp_path: Path) -> None:
+def test_going_back_to_a_checkpoint_again(
+    model_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first load sets the accountant back, which then tells of no further step."""
     run = Run(model(), "hooks")
     run.train(1)

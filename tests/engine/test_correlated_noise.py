@@ -160,7 +160,7 @@ def test_a_resumed_run_takes_back_noise_of_before(secure: bool) -> None:
     for number in range(BATCHES):
         torch.testing.assert_close(white(resumed, number), white(run, number), rtol=0, atol=0)
     new, old = white(resumed, BATCHES)[0], white(run, BATCHES)[0]
-    assert not torch.isclose(new, old, rtol=1e-3).any()
+    assert not (new == old).any()  # unlike draws in float64 are never alike
     before = copy.deepcopy(resumed.weights())
     x, y = next(iter(resumed.loader))
     assert torch.equal(y, part)

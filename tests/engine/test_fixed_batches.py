@@ -94,6 +94,24 @@ def test_rows_of_nobody_add_nothing(mode: str, most: int) -> None:
     torch.testing.assert_close(got, reference(drawn), rtol=1e-9, atol=1e-11)
 
 
+def test_parts_of_a_batch_are_filled_up_too() -> None:
+    made, drawn = private(Net(), "ghost_bk", 30), []
+    with BatchMemoryManager(
+        data_loader=made[3], max_physical_batch_size=4, optimizer=made[1]
+    ) as parts:
+        for x, y, items, ids in parts:
+            made[1].zero_grad()
+            made[2](made[0](x, unit_ids=ids), y).backward()
+            if not made[1]._is_last_step_skipped:
+                drawn.append(set())
+            drawn[-1] |= set(items[ids >= 0].tolist())
+            made[1].step()
+            assert len(x) == 4
+    assert len(drawn) == BATCHES and max(map(len, drawn)) > 4
+    got = [p.detach() for p in made[1].params]
+    torch.testing.assert_close(got, reference(drawn), rtol=1e-9, atol=1e-11)
+
+
 def test_truncation_takes_from_what_poisson_draws() -> None:
     plain, cut = (private(Net(), "ghost", most) for most in (ROWS, 12))
     full, kept = train(plain), train(cut)
@@ -177,7 +195,9 @@ def test_mappings_get_a_key() -> None:
     for count in (2, 0, 5):
         batch = fill([rows()[i] for i in range(count)])
         assert batch["x"].shape == (5, 6) and batch["scale"].shape == (2,)
-        assert batch["unit_ids"].tolist() == [2**32 + i for i in range(count)] + [-1] * (5 - count)
+        ids = batch["unit_ids"]
+        assert (ids[count:] == -1).all() and (ids[:count] >> 52 == 1).all()
+        assert (ids[:count].diff() == 1).all()
     with pytest.raises(ValueError, match="room for 5"):
         fill([rows()[0]] * 6)
 

@@ -221,6 +221,40 @@ def test_one_input_with_several_losses_is_refused_and_then_tapped(mode: str) -> 
         assert oracle.relative_error(parameter.grad, wanted[name]) < 1e-5
 
 
+class Tokens(nn.Module):
+    """Positions that no input has, and a layer on all tokens as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions = nn.Linear(6, 6), nn.Embedding(5, 6)
+        self.flat, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.positions(torch.arange(x.shape[1]))
+        return self.head(torch.tanh(self.flat(x.flatten(0, 1)).view(x.shape)).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("seen", ["positions", "flat"])
+def test_layers_whose_rows_are_no_samples_may_be_watched_by_others(seen: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    inputs, targets = 3 * torch.randn(4, 5, 6), torch.randint(0, 3, (4,))
+    model.get_submodule(seen).register_forward_hook(lambda *_: None)  # as FSDP2 has on its units
+    plain = copy.deepcopy(model)
+    module, optimizer, loss = private(model, mode, rows=(inputs, targets))
+    prove(module, optimizer, loss, inputs, targets)
+    tapped = records(module)
+    loss(module(inputs[:1]), targets[:1]).backward()
+    assert not tapped
+    nn.functional.cross_entropy(plain(inputs[:1]), targets[:1]).backward()
+    norm = norm_of(plain.parameters())
+    assert norm > 2 * C
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None and want.grad is not None
+        assert oracle.relative_error(got.grad, want.grad * C / (norm + 1e-6)) < 2e-5
+
+
 class Aside(nn.Module):
     """A head that callers run themselves."""
 

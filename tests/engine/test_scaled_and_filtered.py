@@ -93,8 +93,10 @@ def test_scales_stay_for_some_steps_and_go_with_the_state() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_sample_moves_the_scaled_sum_by_c_at_most(mode: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_sample_moves_the_scaled_sum_by_c_at_most(frozen: bool, mode: str) -> None:
     """Without noise: the sums of a batch with and without a sample, in scaled units."""
+    exponents = [3, -2, 0, 5]
     released, criterion = [], nn.CrossEntropyLoss(reduction="sum")
     for rows in (slice(0, 8), slice(0, 7)):
         run = Run(
@@ -103,12 +105,15 @@ def test_one_sample_moves_the_scaled_sum_by_c_at_most(mode: str) -> None:
         )  # fmt: skip
         own: Any = run.optimizer.original_optimizer
         own.param_groups[0]["exponents"] = [3, -2, 0, 5]
+        if frozen:  # one that comes before others in the optimizer
+            own.param_groups[0]["params"][1].requires_grad_(False)
+            exponents = [3, 0, 5]
         x, y = data()[rows]
         if mode == "hooks":
             run.loss = criterion
         run.step(x, y)
         grads = [p.grad for p in run.optimizer.params]
-        released.append([g * 2.0**e for g, e in zip(grads, (3, -2, 0, 5), strict=True)])
+        released.append([g * 2.0**e for g, e in zip(grads, exponents, strict=True)])
     moved = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(*released, strict=True)))
     assert 0.9 * CLIP < moved <= CLIP * (1 + 1e-6)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opacus.optimizers import JointOptimizer
+from opacus.optimizers.filtered import DiSK
 from tests.helpers.oracle import clipped_sum, norms, per_sample_gradients, trainable
 from tests.helpers.several_optimizers import (
     B,
@@ -55,11 +56,15 @@ def test_muon_and_adamw_step_on_one_clipped_sum(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_optimizers_are_one_with_noise(mode: str) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_two_optimizers_are_one_with_noise(writes: bool, mode: str) -> None:
     """One C, one noise: the same numbers as one optimizer over all."""
     one, two = net(), net()
     first = private(one, torch.optim.SGD(one.parameters(), lr=0.1), mode, sigma=1.0)
-    second = private(two, two_sgd(two), mode, sigma=1.0)
+    several = two_sgd(two)
+    if writes:  # to its gradients, which may share memory with those of the other optimizer
+        several[0] = DiSK(several[0], kappa=1.0)
+    second = private(two, several, mode, sigma=1.0)
     for engine, model, optimizer, criterion in (first, second):
         take_steps(model, optimizer, criterion)
         assert len(engine.accountant) == 2

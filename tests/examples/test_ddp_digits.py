@@ -1,4 +1,4 @@
-"""The digits on two processes, once started as a user would."""
+"""The digits on two processes, once started by torchrun."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import ddp_digits as script
 
 from tests.helpers.distributed import preload
 from tests.helpers.scripts import run_script
+from tests.helpers.warm_python import warm_python
 
 preload("sklearn.datasets")
 
@@ -27,7 +28,7 @@ def torchrun(*options: str) -> str:
     done = subprocess.run(
         [*command, "examples/ddp_digits.py", *options],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python()},
         capture_output=True,
         text=True,
         timeout=120,

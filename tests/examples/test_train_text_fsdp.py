@@ -36,10 +36,19 @@ EPOCHS = 3
 @pytest.fixture
 def data(tmp_path):
     """Texts of good and bad words; so few that many batches are empty on a rank."""
+    return texts(tmp_path / "data.tsv", 80)
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Half as many, for runs that are compared with each other, not for what they learn."""
+    return texts(tmp_path / "few.tsv", 40)
+
+
+def texts(path, count):
     rng = random.Random(0)
     words = (["bad", "awful", "poor"], ["good", "great", "fine"])
-    rows = [(" ".join(rng.choices(words[i % 2], k=rng.randint(1, 9))), i % 2) for i in range(80)]
-    path = tmp_path / "data.tsv"
+    rows = [(" ".join(rng.choices(words[i % 2], k=rng.randint(1, 9))), i % 2) for i in range(count)]
     path.write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
     return path
 
@@ -96,18 +105,18 @@ def test_it_learns_and_reports(data, tmp_path, capsys, mode):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_fsdp_bk"])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(data, tmp_path, monkeypatch, capsys, mode):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(few, tmp_path, monkeypatch, capsys, mode):
     keep_every_checkpoint(monkeypatch)
     whole = tmp_path / "whole"
     more = {"grad-sample-mode": mode, "no-baseline": True, "checkpoint-every": 5}
-    script.main(options(data, checkpoint=whole, **more))
+    script.main(options(few, checkpoint=whole, **more))
     uninterrupted = capsys.readouterr().out
-    within = whole / "step-00000025"
+    within = whole / "step-00000015"
     assert within > ends_of_epochs(whole)[0]
     for name, start in (("within", within), ("between", ends_of_epochs(whole)[0])):
         rest = tmp_path / name
         # All draws come from the checkpoint.
-        script.main(options(data, checkpoint=rest, resume=start, **{**more, "seed": 6}))
+        script.main(options(few, checkpoint=rest, resume=start, **{**more, "seed": 6}))
         resumed = capsys.readouterr().out
         assert_equal_weights(whole, rest, rtol=0, atol=0)
         assert f"epoch 1/{EPOCHS}" not in resumed
@@ -116,20 +125,20 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(data, tmp_path, monkeypatc
         assert_equal_weights(whole, ends_of_epochs(whole)[-2])
 
 
-def test_a_run_that_restarts_itself_takes_the_same_options(data, tmp_path, capsys):
-    given = options(data, checkpoint=tmp_path / "a", resume=tmp_path / "a", epochs=1)
+def test_a_run_that_restarts_itself_takes_the_same_options(few, tmp_path, capsys):
+    given = options(few, checkpoint=tmp_path / "a", resume=tmp_path / "a", epochs=1)
     for start in ("first", "again"):
         script.main([*given, "--no-baseline"])
         assert ("epoch 1/1" in capsys.readouterr().out) == (start == "first")
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_fsdp"])
-def test_deferred_norms_give_the_same_model(data, tmp_path, mode):
+def test_deferred_norms_give_the_same_model(few, tmp_path, mode):
     paths = []
     for flag in ("deferred", "no-deferred"):
         paths.append(tmp_path / f"{flag}")
         more = {flag: True, "grad-sample-mode": mode, "no-baseline": True}
-        script.main(options(data, checkpoint=paths[-1], **more))
+        script.main(options(few, checkpoint=paths[-1], **more))
     assert_equal_weights(*paths)
 
 
@@ -142,39 +151,39 @@ def test_deferred_norms_give_the_same_model(data, tmp_path, mode):
         ([], "0", False),
     ],
 )
-def test_the_flag_wins_over_the_environment(data, monkeypatch, flags, variable, deferred):
+def test_the_flag_wins_over_the_environment(few, monkeypatch, flags, variable, deferred):
     monkeypatch.setenv("OPACUS_USE_DEFERRED_NORM", variable)
-    args = parse_arguments([*options(data), *flags])
+    args = parse_arguments([*options(few), *flags])
     problem, model = script.prepare(args)
     with running() as runtime:
         private = script.make_private(args, problem, runtime, model)
     assert private.model._use_deferred_norm is deferred
 
 
-def test_seeds_are_what_makes_runs_differ(data, tmp_path):
+def test_seeds_are_what_makes_runs_differ(few, tmp_path):
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path, seed in zip(paths, (1, 1, 2), strict=True):
-        script.main(options(data, checkpoint=path, seed=seed, epochs=1, **{"no-baseline": True}))
+        script.main(options(few, checkpoint=path, seed=seed, epochs=1, **{"no-baseline": True}))
     assert_equal_weights(*paths[:2], rtol=0, atol=0)
     with pytest.raises(AssertionError):
         assert_equal_weights(*paths[1:])
 
 
-def test_other_settings_are_no_resumption(data, tmp_path, capsys):
+def test_other_settings_are_no_resumption(few, tmp_path, capsys):
     path = tmp_path / "a"
-    script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
+    script.main(options(few, checkpoint=path, epochs=1, **{"no-baseline": True}))
     with pytest.raises(SystemExit):
-        script.main(options(data, resume=path, epochs=2, epsilon=3))
+        script.main(options(few, resume=path, epochs=2, epsilon=3))
     error = capsys.readouterr().err
     assert "epochs was 1, is 2" in error and "epsilon was 8.0, is 3.0" in error
 
 
-def test_a_checkpoint_of_another_shape_is_refused(data, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_of_another_shape_is_refused(few, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a"
-    script.main(options(data, checkpoint=path, epochs=1, **{"no-baseline": True}))
+    script.main(options(few, checkpoint=path, epochs=1, **{"no-baseline": True}))
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "intermediate_size": 32})
     with pytest.raises(SystemExit):
-        script.main(options(data, resume=path, epochs=1, **{"no-baseline": True}))
+        script.main(options(few, resume=path, epochs=1, **{"no-baseline": True}))
     assert "checkpoint of another model" in capsys.readouterr().err
 
 
@@ -216,9 +225,9 @@ def test_adapters_are_trained_saved_and_merged(data, tmp_path, capsys):
     assert (folder / "adapters" / "adapter_config.json").is_file()
 
 
-def test_ctrl_c_ends_after_a_step_and_the_run_goes_on(data, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_after_a_step_and_the_run_goes_on(few, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a"
-    given = options(data, checkpoint=folder, **{"no-baseline": True})
+    given = options(few, checkpoint=folder, **{"no-baseline": True})
     plain_call, calls = AfterStep.__call__, []
 
     def pressed(self, loss, samples):
@@ -274,8 +283,8 @@ def scores(rank, world_size):
 
 
 @pytest.mark.slow
-def test_two_processes(data, tmp_path, capsys):
-    for alone, together in run_distributed(many_runs, 2, data, tmp_path, timeout=150):
+def test_two_processes(few, tmp_path, capsys):
+    for alone, together in run_distributed(many_runs, 2, few, tmp_path, timeout=150):
         assert alone == together
         assert 0 < alone < 1
     assert_equal_weights(tmp_path / "immediate", tmp_path / "deferred")
@@ -286,7 +295,7 @@ def test_two_processes(data, tmp_path, capsys):
     # A checkpoint of two processes goes on in one.
     capsys.readouterr()
     script.main(
-        options(data, resume=ends_of_epochs(tmp_path / "deferred")[0], **{"no-baseline": True})
+        options(few, resume=ends_of_epochs(tmp_path / "deferred")[0], **{"no-baseline": True})
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if "tokens/s" in line] == ["epoch 2/3", "epoch 3/3"]

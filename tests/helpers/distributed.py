@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.reduction
 import os
@@ -166,6 +167,7 @@ def _rank_main(
     args: tuple[Any, ...],
     backend: str,
 ) -> None:
+    gc.freeze()  # what the server imported stays, and is shared with it
     with open(f"{folder}/stack{rank}", "w") as stacks:
         time_left = max(0.1, deadline - time.time())
         faulthandler.dump_traceback_later(time_left, file=stacks)

@@ -90,7 +90,7 @@ def step(made: tuple[Any, ...], data: Any = None) -> dict[str, Tensor]:
 
 
 def ways(model: Any) -> dict[str, str]:
-    return {name: choice.what for name, choice in model._strategy.planner.choices.items()}
+    return {name: choice.what for name, choice in model._strategy.planner.report.choices.items()}
 
 
 def build(**options: Any) -> Net:

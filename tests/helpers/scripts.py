@@ -1,8 +1,9 @@
 """Runs scripts in processes that are forked from the server of ranks: no interpreter has to start.
 
-Such a script is `__main__`, with its folder first on the path, arguments, variables and output of its own.
-What starts with the interpreter is not tested so: imports under ``-W error``, packages that are
-missing, torchrun itself. Some tests run those.
+Such a script is `__main__`, with its folder first on the path, arguments, variables and output of
+its own; the interpreters that it starts are forked, too (`warm_python`). What starts with an
+interpreter is not tested so: imports under ``-W error``, packages that are missing. Some tests run
+those.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tests.helpers import distributed as ranks_
+from tests.helpers.warm_python import ended, warm_python
 
 
 def run_script(
@@ -63,7 +63,7 @@ def run_script(
             own = {} if store is None else _told(rank, ranks, store.port)
             options = (str(script), [*map(str, arguments)], str(folder), [*map(str, path)], strict)
             output = (f"{outputs}/out{rank}", f"{outputs}/err{rank}")
-            target = (variables | own, output, *options)
+            target = (warm_python(), variables | own, output, *options)
             processes.append(context.Process(target=_main, args=target))
         for process in processes:
             process.start()
@@ -97,6 +97,7 @@ def _told(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _main(
+    python: str,
     environment: dict[str, str],
     output: tuple[str, str],
     script: str,
@@ -110,21 +111,8 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = [script, *arguments]
+    sys.executable, sys.argv = python, [script, *arguments]
     sys.path[:0] = [str(Path(script).resolve().parent), *path]
-    torch.set_num_threads(1)
     if strict:
         warnings.simplefilter("error")
-    status = 1
-    try:
-        runpy.run_path(script, run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(status)
+    sys.exit(ended(lambda: runpy.run_path(script, run_name="__main__")))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.helpers.distributed import preload
 from tests.helpers.scripts import run_script
+from tests.helpers.warm_python import warm_python
 
 preload("transformers.models.llama.modeling_llama", "torch.utils.tensorboard", "matplotlib.pyplot")
 
@@ -19,9 +19,15 @@ FLASH = MEMORY_TEST / "flash_fsdp_tests"
 STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 
 
-def run(script: Path, *arguments: object, timeout: float = 120, **env: str):
-    """The finished process, with its output as text."""
-    command = [str(script)] if script.suffix == ".sh" else [sys.executable, str(script)]
+def run(
+    script: Path, *arguments: object, timeout: float = 120, python: str | None = None, **env: str
+):
+    """The finished process, with its output as text.
+
+    With `python=sys.executable` interpreters start as a user's do; else they have started already.
+    """
+    python = env["PYTHON"] = python or warm_python()
+    command = [str(script)] if script.suffix == ".sh" else [python, str(script)]
     return subprocess.run(
         [*command, *map(str, arguments)],
         cwd=script.parent,
@@ -47,4 +53,4 @@ def forked(script: Path, *arguments: object, ranks: int = 0, timeout: float = 12
 
 def variables(more: dict[str, str]) -> dict[str, str]:
     own = {k: v for k, v in os.environ.items() if k not in STARTED}
-    return own | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}
+    return own | {"OMP_NUM_THREADS": "1", **more}

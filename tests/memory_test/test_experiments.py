@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from memory_test.common.phases import PHASES
 from memory_test.common.results import check_result
+from tests.helpers.warm_python import warm_python
 from tests.memory_test.scripts import FLASH, PROFILING, forked, run
 
 SINGLE = PROFILING / "single_experiment.py"
@@ -20,7 +24,9 @@ TINY = ("--model-name", "tiny", "--seq-length", 16, "--device", "cpu", "--num-it
 def test_one_experiment_gives_all_that_was_promised(tmp_path):
     output = tmp_path / "new" / "result.json"
     done = run(
-        SINGLE, "--mode", "ghost_fsdp", *TINY, "--output", output, OPACUS_USE_DEFERRED_NORM="1"
+        *(SINGLE, "--mode", "ghost_fsdp", *TINY, "--output", output),
+        python=sys.executable,
+        OPACUS_USE_DEFERRED_NORM="1",
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
@@ -98,7 +104,7 @@ def test_a_finished_series_runs_nothing(tmp_path):
         "DEFERRED": "0",
         "OUT": str(tmp_path),
     }
-    done = run(ALL, **env, RETRY="0", PYTHON="false", timeout=10)
+    done = run(ALL, **env, RETRY="0", python="false", timeout=10)
     assert done.returncode == 1
     assert "1 measured, 1 failed: ghost_T16_B1" in done.stdout
 
@@ -171,12 +177,12 @@ def test_the_norm_benchmark_checks_what_it_times(tmp_path):
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
     """The command of the README, with the ranks that torchrun starts."""
-    import subprocess
-    import sys
-
     output = tmp_path / "result.json"
     words = f"-m torch.distributed.run --standalone --nproc_per_node=2 {SINGLE} --mode no_dp"
     command = [sys.executable, *shlex.split(words), *map(str, TINY), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "PYTHON_EXEC": warm_python()}  # of the ranks
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(output.read_text())["num_processes"] == 2

@@ -19,7 +19,7 @@ def test_it_measures_one_process_and_two(tmp_path) -> None:
     modes = "ghost_bk,ghost,ghost_fsdp_bk"
     done = forked(
         SCRIPT,
-        *("--iters", "2", "--settings", settings, "--modes", modes, "--output", output),
+        *("--iters", "1", "--settings", settings, "--modes", modes, "--output", output),
         timeout=240,
     )
     assert done.returncode == 0, done.stderr

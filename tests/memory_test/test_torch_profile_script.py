@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -295,7 +296,8 @@ def test_the_readme_names_every_option(capsys):
 @pytest.mark.slow
 def test_the_whole_test_mode_takes_less_than_a_minute(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = run(SCRIPT, "--mode=test", "--output-dir", tmp_path / "runs", timeout=280)
+    options = ("--mode=test", "--output-dir", tmp_path / "runs")
+    done = run(SCRIPT, *options, timeout=280, python=sys.executable)
     assert done.returncode == 0, done.stderr
     assert len(find_traces(tmp_path / "runs")) == 12
     for name in TRAINERS:

@@ -17,14 +17,10 @@ from opacus.core.isolation.losses import batch_mean
 from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.memory import free_memory
+from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 
 # Most units that are run together; no more than two of units with many outputs.
 TOGETHER = 8
-KEPT_ELEMENTS = 1 << 28
-# Elements of tensors that are copied as they are, where they are.
-COPIED_ELEMENTS = 1 << 24
-# Larger ones stay on the GPU if this many times as much is free.
-ROOM = 16
 _NARROW = (torch.float16,)
 
 
@@ -241,7 +237,7 @@ def _may_stay(kept: Tensor) -> bool:
     """Whether a gradient stays where it is for the rest of the step."""
     if not kept.is_cuda or kept.numel() <= COPIED_ELEMENTS:
         return True
-    return free_memory(kept.device) > ROOM * kept.numel() * kept.element_size()
+    return kept.numel() * kept.element_size() < COPIED_SHARE * free_memory(kept.device)
 
 
 def _choose(norms: list[float], count: int) -> list[int]:

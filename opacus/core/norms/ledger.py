@@ -105,8 +105,8 @@ class NormLedger:
         self.batch = batch
         self.deferred = deferred
         self.planner = planner
-        self.kept = Kept()
         self.norms = SquaredNorms(batch)
+        self.kept = Kept()
         self._queue = Queue(budget_bytes)
 
     @property

@@ -18,7 +18,7 @@ from opacus.core.record.record import Record
 from opacus.core.rules.spec import LayerSpec
 
 
-class Norms(Protocol):
+class Known(Protocol):
     """Norms that are known; see :class:`~opacus.core.norms.ledger.SquaredNorms`."""
 
     def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ class Ledger(Protocol):
     kept: Kept
 
     @property
-    def norms(self) -> Norms:
+    def norms(self) -> Known:
         """Those that are known."""
 
     def hold(self, records: Sequence[Record]) -> None:

@@ -7,6 +7,9 @@ the kernel.
 # Largest intermediate result, in elements (256 MB of fp32).
 CHUNK_ELEMENTS = 1 << 26
 
+# Elements of logits, and of units' gradients, that a head without logits forms at once.
+PART_ELEMENTS = 1 << 26
+
 # --- norms ---
 
 # Records of at most this many elements are stacked and handled in one batched
@@ -54,6 +57,15 @@ BUCKET_ELEMENTS = 1 << 27
 BUCKETS_IN_FLIGHT = 2
 # Parameters up to this size (biases, norms) go into buckets of their own, at the end.
 LAST_BUCKET_ELEMENTS = 1 << 16
+
+# --- isolation ---
+
+# Most elements of gradients of outputs that are kept for a check.
+KEPT_ELEMENTS = 1 << 28
+# Inputs, and gradients of outputs, up to this size are copied where they are; larger gradients
+# stay on the GPU if they are less than this share of what is free.
+COPIED_ELEMENTS = 1 << 24
+COPIED_SHARE = 1 / 16
 
 # --- noise ---
 

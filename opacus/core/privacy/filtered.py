@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opacus.core.kernels.noise.gaussian import GRID, grid_of
 from opacus.core.kernels.noise.gaussian_reference import rounded
+from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sharded import locals_of
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.key import NOISE, RunKey
@@ -60,7 +61,7 @@ class Buffers:
             std, sums, key, secure, part: See :func:`opacus.core.privacy.noise.add_noise`.
             numbers: Of the run's first step, and of this one.
         """
-        white = [torch.zeros_like(total, dtype=_wide(total, place)) for total, place, _ in sums]
+        white = [torch.zeros_like(t, dtype=wide_dtype(t, place)) for t, place, _ in sums]
         own, names = locals_of(white), [name for _, _, name in sums]
         states = self._states(names, own, *numbers)
         for number in range(min(state.end for state in states), numbers[1] + 1):
@@ -113,8 +114,3 @@ class Buffers:
 
 def _alike(held: Tensor, own: Tensor) -> bool:
     return (held.shape, held.dtype, held.device) == (own.shape, own.dtype, own.device)
-
-
-def _wide(total: Tensor, place: Tensor) -> torch.dtype:
-    double = torch.float64 in (total.dtype, place.dtype)
-    return torch.float64 if double else torch.float32

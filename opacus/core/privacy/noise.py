@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.noise.draw import Draw
 from opacus.core.kernels.noise.gaussian import add_gaussian
 from opacus.core.kernels.noise.regions import Region, regions_of
+from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.host_copies import wait_for
 from opacus.core.platform.sharded import compute_devices, locals_of
 from opacus.core.privacy.key import APART, RunKey
@@ -35,7 +36,7 @@ def gaussian(
         secure_mode: ChaCha20, with a key from the operating system; see
             :func:`opacus.core.kernels.noise.gaussian.add_gaussian`. ``generator`` is not used.
     """
-    zeros = torch.zeros(reference.shape, dtype=_wide(reference.dtype), device=reference.device)
+    zeros = torch.zeros(reference.shape, dtype=wide_dtype(reference), device=reference.device)
     if std:
         key = RunKey(generator, secure=secure_mode)
         add_noise(std, [(zeros, zeros, "")], key, APART, secure_mode)
@@ -77,7 +78,7 @@ def add_noise(
     todo = zip(sources, own, places, streams, devices, strict=True)
     for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all
-            moved = local.to(device, non_blocking=True)
+            moved = local.to(device, non_blocking=True).contiguous()
             same = moved.dtype == place.dtype
             result = moved if same else torch.empty_like(moved, dtype=place.dtype)
             add_gaussian(std, _draws(source, moved, result, keys), step, secure, past, part)
@@ -108,10 +109,6 @@ def _draws(tensor: Tensor, local: Tensor, target: Tensor, streams: Sequence[byte
     sizes = [region.size for region in regions]
     parts = zip(source.view(-1).split(sizes), target.view(-1).split(sizes), regions, strict=True)
     return [Draw(*part, key, earlier) for part in (parts if regions else ())]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- names ---

@@ -8,6 +8,7 @@ its parameters take no part, and reduces nothing: the sum is reduced once it is 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -139,23 +140,21 @@ class LoneSampleOfUnits(LoneSample):
 class UseOfUnits(WholeUse):
     """One forward pass: the gradients of its units are handed on together."""
 
-    __slots__ = ("_backward", "_grads")
+    __slots__ = ("_grads",)
 
     def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
         super().__init__(forward_pass, sink)
-        self._grads: dict[str, Tensor] = {}
-        self._backward = -1
+        self._grads: dict[int, dict[str, Tensor]] = {}  # by the number of the backward pass
 
     def deliver(self, grads: Mapping[str, Tensor]) -> None:
         """One unit's gradients, by parameter name."""
-        number = number_of_backward()
-        if number != self._backward:  # what an earlier one has left behind, it has failed
-            self._grads, self._backward = {}, number
-            at_end_of_backward(self._all)
+        number = number_of_backward()  # a pass that failed has left a part of them
+        if number not in self._grads:
+            at_end_of_backward(functools.partial(self._all, number))
+        own = self._grads.setdefault(number, {})
         for name, grad in grads.items():
-            known = self._grads.get(name)
-            self._grads[name] = grad.detach() if known is None else known + grad.detach()
+            known = own.get(name)
+            own[name] = grad.detach() if known is None else known + grad.detach()
 
-    def _all(self) -> None:
-        grads, self._grads, self._backward = self._grads, {}, -1
-        super().deliver(grads)
+    def _all(self, number: int) -> None:
+        super().deliver(self._grads.pop(number))

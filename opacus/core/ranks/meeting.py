@@ -119,10 +119,10 @@ class Meetings:
 
 def ranks_with(model: nn.Module) -> list[int]:
     """The ranks on the widest mesh that a parameter of the model lies on, or all ranks."""
-    return ranks_of(model.parameters())
+    return ranks_holding(model.parameters())
 
 
-def ranks_of(parameters: Iterable[Any]) -> list[int]:
+def ranks_holding(parameters: Iterable[Any]) -> list[int]:
     """The ranks on the widest mesh that one of these parameters lies on, or all ranks."""
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:

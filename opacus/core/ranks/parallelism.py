@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
 from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
@@ -106,7 +107,7 @@ class Single:
             reference: A gradient; the noise has its shape, layout and device.
         """
         number = self.key.advance(APART)
-        noise = torch.zeros_like(reference, dtype=_wide(reference.dtype))
+        noise = torch.zeros_like(reference, dtype=wide_dtype(reference))
         if std:
             add_noise(std, [(noise, noise, "")], self.key, APART, self.secure_mode, number)
         return noise
@@ -184,10 +185,6 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class DataParallel(Single):
     """Replicas of the model with different samples (DDP).
 
@@ -210,7 +207,7 @@ class DataParallel(Single):
             total: Tensor | None = getattr(parameter, "summed_grad", None)
             # In fp32, as long as the noise is missing; a rank may lack what others have used.
             own = torch.zeros_like(parameter) if total is None else total
-            parameter.summed_grad = own = own.to(_wide(own.dtype))  # type: ignore[attr-defined]
+            parameter.summed_grad = own = own.to(wide_dtype(own))  # type: ignore[attr-defined]
             dist.all_reduce(own, op=dist.ReduceOp.SUM)
 
 
@@ -229,7 +226,7 @@ class Sharded(Single):
         self.world_size = dist.get_world_size()
 
     def noise(self, std: float, reference: Tensor) -> Tensor:
-        check_sharded([reference])
+        check_gradients_sharded([reference])
         return super().noise(std, reference)
 
     def noised(
@@ -240,7 +237,7 @@ class Sharded(Single):
         in_place: bool = False,
         names: Sequence[str] | None = None,
     ) -> Iterable[Tensor]:
-        check_sharded(sums)
+        check_gradients_sharded(sums)
         return super().noised(std, sums, dtypes, in_place, names)
 
     def draws_shared_noise(self) -> bool:
@@ -256,7 +253,7 @@ class TensorParallel(Single):
     shares_key = True
 
 
-def check_sharded(tensors: Iterable[Tensor]) -> None:
+def check_gradients_sharded(tensors: Iterable[Tensor]) -> None:
     """Refuse gradients that FSDP2 has not sharded.
 
     Raises:

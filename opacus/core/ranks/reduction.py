@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
 from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.terms import Terms, add_to_grad
+from opacus.core.sums.terms import Bucket, Terms, add_to_grad
 from opacus.core.sums.unreduced import Unreduced
 
 
@@ -50,10 +50,15 @@ class Shards:
         """Elements of the padded whole."""
         return self.world * self.size
 
+    @property
+    def reduction(self) -> Hashable:
+        """Equal for parameters that can be reduced together."""
+        return self.group, self.replicas, self.dtype
+
 
 @dataclass
-class _Bucket:
-    """One reduction: the parameters in it, where each starts, and its buffers."""
+class _Reduction:
+    """A bucket that is reduced: the parameters in it, where each starts, and its buffers."""
 
     names: list[str]
     starts: list[int] = field(default_factory=list)
@@ -84,22 +89,21 @@ class ShardedSink:
         self.parameters = parameters
         self.reduce_dtypes = reduce_dtypes
         self._shards: dict[str, Shards] = {}
-        self._waiting: dict[str, Terms] = {}
+        self._bucket = Bucket()
         self._small: dict[str, Terms] = {}
-        self._elements = 0
-        self._flying: list[_Bucket] = []
+        self._flying: list[_Reduction] = []
         # Shards on their way to host memory, and the event at which they are there.
         self._leaving: list[tuple[list[str], Tensor, Any]] = []
         self.reductions = 0  # started so far, the same number on all ranks
         self.unreduced = Unreduced()
-        self._holding = False  # whether the sums that are put now wait for later ones
+        self.holding = False  # whether the sums that are put now wait for later ones
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
-        if self._holding:
+        if self.holding:
             total = terms.value()
             if total is not None:
-                self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+                self.hold(name, total)
             return
         earlier = self.unreduced.pop(name)
         if earlier is not None:
@@ -109,27 +113,26 @@ class ShardedSink:
         else:
             self._take(name, terms)
 
+    def hold(self, name: str, total: Tensor) -> None:
+        """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+
     def _take(self, name: str, terms: Terms) -> None:
         shards = self._shards_of(name)
-        previous = next(reversed(self._waiting), None)
-        if previous is not None and (
-            self._elements + shards.elements > BUCKET_ELEMENTS
-            or not _same_reduction(self._shards_of(previous), shards)
-        ):
+        if not self._bucket.takes(shards.elements, shards.reduction):
             self._launch()
-        self._waiting[name] = terms
-        self._elements += shards.elements
+        self._bucket.put(name, terms, shards.elements, shards.reduction)
 
     def finish(self) -> None:
         """Reduce what is left and set every parameter's ``grad``, unless sums wait for later."""
-        if self._holding:
-            self.unreduced.fresh = True
+        if self.holding:
+            self.unreduced.fresh = self.unreduced.waiting = True
             return
         self.unreduced.drop()  # of parameters that are frozen now
         small, self._small = self._small, {}
         for name, terms in small.items():
             self._take(name, terms)
-        if self._waiting:
+        if self._bucket.terms:
             self._launch()
         while self._flying:
             self._land(self._flying.pop(0))
@@ -184,7 +187,7 @@ class ShardedSink:
             least, flags = _parted(heard.tolist(), len(least))
             for place, flag in zip(places, flags, strict=True):
                 result[place] = bool(-flag)
-        self._holding = bool(least[0])
+        self.holding = bool(least[0])
         return result, least[1:]
 
     def _has_room(self) -> bool:
@@ -208,12 +211,12 @@ class ShardedSink:
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
-        self._waiting, self._small, self._elements, self._flying = {}, {}, 0, []
+        self._bucket, self._small, self._flying = Bucket(), {}, []
         self._leaving = []
 
     def _launch(self) -> None:
-        waiting, self._waiting, self._elements = self._waiting, {}, 0
-        bucket = _Bucket(list(waiting))
+        waiting, self._bucket = self._bucket.terms, Bucket()
+        bucket = _Reduction(list(waiting))
         first = self._shards_of(bucket.names[0])
         if len(self._flying) >= BUCKETS_IN_FLIGHT:
             self._land(self._flying.pop(0))
@@ -232,7 +235,7 @@ class ShardedSink:
         self._flying.append(bucket)
         self.reductions += 1
 
-    def _fill(self, bucket: _Bucket, whole: Tensor, waiting: dict[str, Terms]) -> None:
+    def _fill(self, bucket: _Reduction, whole: Tensor, waiting: dict[str, Terms]) -> None:
         """Evaluate the sums into ``whole`` ``[W, n]``, stored gradients in one launch."""
         batched: list[tuple[Terms, int, int]] = []
         for name, start in zip(bucket.names, bucket.starts, strict=True):
@@ -256,7 +259,7 @@ class ShardedSink:
 
     @timed(REDUCTION)
     @each_layer
-    def _land(self, bucket: _Bucket) -> None:
+    def _land(self, bucket: _Reduction) -> None:
         bucket.work.wait()
         bucket.whole = bucket.work = None
         assert bucket.shard is not None
@@ -283,13 +286,12 @@ class ShardedSink:
     def __getstate__(self) -> dict[str, Any]:
         transient: dict[str, Any] = {
             "_shards": {},
-            "_waiting": {},
+            "_bucket": Bucket(),
             "_small": {},
-            "_elements": 0,
             "_flying": [],
             "_leaving": [],
         }
-        return {**self.__dict__, **transient, "_holding": False}
+        return {**self.__dict__, **transient, "holding": False}
 
 
 def add_shard(parameter: Any, values: Tensor) -> None:
@@ -344,11 +346,6 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
 
 def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
     return values[:first], values[first:]
-
-
-def _same_reduction(one: Shards, other: Shards) -> bool:
-    names = ("group", "replicas", "dtype", "home")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:

@@ -50,6 +50,10 @@ class Unreached:
                     unit = self._units[id(layer.module)]
                     self._waiting.setdefault(unit, []).append((layer, local))
 
+    def rest(self) -> None:
+        """In the coming sum pass FSDP2 reduces nothing."""
+        self._waiting = {}
+
     def fill(self, layer: Layer) -> None:
         """In the sum pass, when ``layer`` got its gradient: its unit is unsharded now."""
         if not self._waiting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward
-from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import ForwardPass, Passes
+from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import Record
+from opacus.core.record.taps import Taps
 from opacus.core.rules.spec import layer_kind
 
 # Shapes that are remembered of a block.
@@ -147,16 +147,6 @@ class Visit:
         return given if self.gradient is None else [*given, self.gradient]
 
 
-class Runs(Protocol):
-    """What blocks ask of the recorder."""
-
-    passes: Passes
-    carried: Carries | None
-
-    def active(self, module: nn.Module) -> bool:
-        """Whether layers are tapped if they run now."""
-
-
 class Blocks:
     """Keeps the visits of a running step.
 
@@ -165,7 +155,7 @@ class Blocks:
         found: The blocks.
     """
 
-    def __init__(self, recorder: Runs, found: Iterable[Block]) -> None:
+    def __init__(self, recorder: Taps, found: Iterable[Block]) -> None:
         self.found = list(found)
         self._recorder = recorder
         self._open: dict[int, Visit] = {}
@@ -199,8 +189,9 @@ class Blocks:
         visit = self.current
         if visit is None or not visit.possible or record.spec.name not in visit.block.names:
             return None
-        own = record.forward_pass is visit.forward_pass and not record.regrouped
-        return visit if own else None
+        own = visit.forward_pass
+        again = record.forward_pass is own and record.spec.name not in own.moved
+        return visit if again else None
 
     def _before(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled graph runs no Python for a block

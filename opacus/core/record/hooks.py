@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,62 +12,13 @@ from opacus.core.platform.torch_internals import number_of_backward, under_funct
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.carriers import carries, carry
 from opacus.core.record.layers import Layer, is_alias
-from opacus.core.record.passes import ForwardPass, Passes
-from opacus.core.record.reached import Reached
 from opacus.core.record.readers import buffered
 from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
 from opacus.core.record.shared import tap_shared
-from opacus.core.record.whose import WhoseRows
-from opacus.core.rules.spec import LayerSpec
+from opacus.core.record.taps import Taps
 
 # A path to a part of a layer, a name in it, and the parameter whose place a detached one has.
 Swapped = tuple[str, str, nn.Parameter]
-
-
-class Taps(Protocol):
-    """What the hooks of a layer ask of the recorder.
-
-    Attributes:
-        enabled: Whether layers are tapped at all.
-        in_backward: Whether a backward pass of ours runs.
-        bare: Whether layers run without taps now, on a lone sample.
-        taps_in_graphs: Whether compiled graphs contain taps.
-        passes: Which forward pass runs.
-        reached: Which forward pass a backward pass has come to.
-        whose: Whose rows layers have; its check is told of a layer while it ``follows``.
-    """
-
-    enabled: bool
-    in_backward: bool
-    bare: bool
-    taps_in_graphs: bool
-    whose: WhoseRows
-    passes: Passes
-    reached: Reached
-
-    def active(self, module: nn.Module) -> bool:
-        """Whether the layer is tapped if it runs now."""
-
-    def tap(
-        self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
-    ) -> Any:
-        """Send ``output`` through a tap; returns what the layer's caller gets."""
-
-    def forward_pass(self) -> ForwardPass:
-        """The call of the model that runs."""
-
-    def batch_dim(self, layer: Layer, output_dims: int) -> int:
-        """Dimension of a layer's output that counts samples."""
-
-    def deliver(
-        self,
-        use: Use,
-        tensors: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-        *,
-        borrowed: bool = False,
-    ) -> None:
-        """The layer's backward has run."""
 
 
 class LayerHooks:

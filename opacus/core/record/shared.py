@@ -311,6 +311,7 @@ def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> 
         if named is not None:
             use.units = named.of_layer(use.spec, None, own, 0)
         use.register(own.shape, counted=True)
+        use.forward_pass.moved.add(use.spec.name)
         (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
         return tapped
 

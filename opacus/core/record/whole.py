@@ -75,6 +75,7 @@ class LoneSample:
         self._off_duty: list[tuple[Layer, Any]] = []  # those that are taken off
         self.running = False
         self._proven = False
+        self._moved: frozenset[str] = frozenset()  # layers whose rows are not samples
         self.ruled_out: str | None = None
         self._replaced: list[Place] = []
         self._off: TakenOff = []
@@ -105,11 +106,16 @@ class LoneSample:
         if not used:
             self.rule_out("no layer has one row for each sample")
             return
-        self._proven = True
+        self._proven, self._moved = True, frozenset(moved)
         watched = {used[0], used[-1]}
         for layer, (before, after) in zip(self._layers, self._handles, strict=True):
             off = [before] if layer.spec.name in watched else [before, after]
             self._off_duty += [(layer, handle) for handle in off]
+
+    def several_rows(self, passes: Collection[ForwardPass]) -> tuple[str, int] | None:
+        """A layer with several rows in passes on one sample, where rows are samples."""
+        seen = (found for one in passes for found in one.rows.items())
+        return next(((name, n) for name, n in seen if n > 1 and name not in self._moved), None)
 
     def waits_alone(self, waiting: Collection[Any]) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class LayerSpec:
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any]
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """Number of elements of the trainable parameters."""
         return sum(math.prod(self.shapes[name]) for name in self.params)

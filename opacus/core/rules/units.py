@@ -4,7 +4,7 @@ A *unit* is what differs between neighbouring data sets: a sample, a user, a doc
 row. What is clipped is the gradient of a unit: the sum over all rows that belong to it.
 
 Norms, plans and sums know one case only, row i is unit i. A record of any other kind is *regrouped*
-when it is made (:mod:`opacus.core.rules.regroup`): row u of the new one holds all rows of unit u.
+when it is made (:mod:`opacus.core.record.regroup`): row u of the new one holds all rows of unit u.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Facts:
     device_bytes: int | None = None
 
 
-class Choice(NamedTuple):
+class ChosenMode(NamedTuple):
     """A mode, and why."""
 
     mode: str
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
         return "\n".join([f"grad_sample_mode='auto' chose {self.mode!r}:", *lines])
 
 
-def choose_mode(facts: Facts) -> Choice:
+def choose_mode(facts: Facts) -> ChosenMode:
     """The fastest mode that is sound.
 
     Args:
@@ -74,7 +74,7 @@ def choose_mode(facts: Facts) -> Choice:
         return _adaptive(facts)
     if facts.split and not facts.sharded:
         why = "layers are split by tensor parallelism, for which there is this mode only"
-        return Choice("ghost_tp", (why,))
+        return ChosenMode("ghost_tp", (why,))
     obstacle = _obstacle(facts)
     kernels, why_kernels = _kernels(facts, one_pass=obstacle is None)
     mode = Mode(
@@ -88,16 +88,17 @@ def choose_mode(facts: Facts) -> Choice:
         passes if obstacle is None else f"two backward passes: {obstacle}",
         why_kernels,
     )
-    return Choice(next(name for name, known in MODES.items() if known == mode), reasons)
+    return ChosenMode(next(name for name, known in MODES.items() if known == mode), reasons)
 
 
-def _adaptive(facts: Facts) -> Choice:
+def _adaptive(facts: Facts) -> ChosenMode:
     if facts.sharded or facts.split:
         raise ValueError(
             "clipping='adaptive' works on models that are not sharded: use "
             "opacus.utils.adaptive_clipping.PrivacyEngineAdaptiveClipping with clipping='flat'"
         )
-    return Choice("hooks", ("clipping='adaptive' needs all per-sample gradients in the optimizer",))
+    why = "clipping='adaptive' needs all per-sample gradients in the optimizer"
+    return ChosenMode("hooks", (why,))
 
 
 def _obstacle(facts: Facts) -> str | None:
@@ -162,7 +163,7 @@ def facts_of(module: nn.Module, clipping: str = "flat") -> Facts:
     )
 
 
-def chosen_for(module: nn.Module, clipping: str = "flat") -> Choice:
+def chosen_for(module: nn.Module, clipping: str = "flat") -> ChosenMode:
     """:func:`choose_mode` of the :func:`facts_of` a model."""
     return choose_mode(facts_of(module, clipping))
 

@@ -12,17 +12,15 @@ Note [Loss scale]
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from torch.amp import GradScaler
 
+from opacus.core.platform.callers import callers
+
 SCALING = frozenset({"scale", "apply_scale"})
 STEPPING = frozenset({"step", "_maybe_opt_step"})
-# Wrappers (of schedulers, profilers, trainers) between a scaler and what it calls.
-MOST_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,11 @@ NO_SCALER = ScaledStep()
 
 def calling_scaler(functions: frozenset[str]) -> GradScaler | None:
     """The scaler in one of whose ``functions`` the caller runs, or None."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            return None
+    for frame in callers():
         if frame.f_code.co_name in functions:
             owner = frame.f_locals.get("self")
             if isinstance(owner, GradScaler):
                 return owner
-        frame = frame.f_back
     return None
 
 

@@ -74,7 +74,7 @@ class OnePass(Ghost):
         self.ledger.take_formed(grads, {owner: self._layer_of[owner] for owner in grads})
         self.planner.held_bytes += sum([g.numel() * g.element_size() for g in grads.values()])
         if self.recorder.carried is not None:
-            self.planner.choices.update(self.recorder.carried.choices)
+            self.planner.report.choices.update(self.recorder.carried.choices)
 
     def go_on_from(self, other: Ghost) -> None:
         """See :meth:`Ghost.go_on_from`."""
@@ -100,8 +100,9 @@ class OnePass(Ghost):
             super().norm_pass(losses, retain_graph)
         if self.planner.blocks is not None:
             self.planner.settled()
-        if self.recorder.carried is not None and self.ledger is not None:
-            self.recorder.carried.learn(self.summed.running, self.ledger.kept, self.planner.choices)
+        carried, choices = self.recorder.carried, self.planner.report.choices
+        if carried is not None and self.ledger is not None:
+            carried.learn(self.summed.running, self.ledger.kept, choices)
         moments += [start, moment()]
 
     @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from opacus.core.sums.choice import Choice
 
 GIB = 2**30
 
@@ -19,15 +22,46 @@ class Report:
         limit: Bytes of the GPU that the peak must stay under, if any.
         predicted_peak: What was expected of it.
         moments: Beginning and end of the backward pass, and the end of the sum.
+        choices: What was decided, by layer.
+        extra: Milliseconds beyond non-private training that blocks take, by way.
     """
 
     limit: int | None = None
     predicted_peak: int = 0
     moments: list[Any] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
 
     def expect(self, in_use: int) -> None:
         """So many bytes may be in use at some time of the step."""
         self.predicted_peak = max(self.predicted_peak, in_use)
+
+    def expect_time(self, way: str, seconds: float) -> None:
+        """A block is expected to take so much more."""
+        self.extra[way] = self.extra.get(way, 0.0) + 1e3 * seconds
+
+    def change(self, layers: Iterable[str], what: str) -> None:
+        """Decided anew for these layers."""
+        for name in layers:
+            self.choices[name] = replace(self.choices[name], what=what)
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How many layers are held in each way, the most first."""
+        return dict(Counter(choice.what for choice in self.choices.values()).most_common())
+
+    def table(self) -> str:
+        """A line for each layer."""
+        head = ("layer", "kind", "B", "activations, backprops", "choice", "extra ms", "held MB")
+        rows = [head]
+        for c in self.choices.values():
+            cells = ("-", "-")  # of a replay: its block as a whole
+            if c.what in c.bytes:
+                cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
+            rows.append((c.layer, c.kind, str(c.batch), c.shapes, c.what, *cells))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
 
     def milliseconds(self) -> list[float]:
         """Of the backward pass with its norms, and of the sum; waits for the device."""
@@ -37,18 +71,18 @@ class Report:
             return [before.elapsed_time(after) for before, after in pairs]
         return [(after - before) * 1e3 for before, after in pairs]
 
-    def text(
-        self, ways: Mapping[str, int], held: int, host: int, extra: Mapping[str, float]
-    ) -> str:
+    def text(self, held: int, host: int) -> str:
         """Some lines for people.
 
         Args:
-            ways: Number of layers by way.
             held: Bytes that are held until the sum.
             host: Bytes of host memory.
-            extra: Milliseconds beyond non-private training that were expected, by way.
         """
-        lines = [f"Layers: {', '.join(f'{n} {way}' for way, n in ways.items())}."]
+        extra = dict(self.extra)
+        for choice in self.choices.values():
+            if choice.what in choice.bytes:
+                extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
+        lines = [f"Layers: {', '.join(f'{n} {way}' for way, n in self.ways.items())}."]
         lines.append(
             f"Held until the sum: {held / GIB:.2f} GiB; host memory: {host / GIB:.2f} GiB."
         )

@@ -7,7 +7,7 @@ second one. ``OnePass`` (``one_pass.py``) keeps what the sum needs, so that ther
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -75,6 +75,8 @@ class Ghost:
     unreduced: Unreduced | None = None
     # What chooses how records are kept for the sum, where there is one backward pass.
     planner: Planner | None = None
+    # Takes the record of a layer whose backward runs again for the sum.
+    _weigh: Callable[[Record], None]
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 
@@ -125,10 +127,6 @@ class Ghost:
         check_sizes(record)
         self.ledger.add(record)
 
-    def _weigh(self, record: Record) -> None:
-        """A layer's backward runs again for the sum."""
-        raise NotImplementedError
-
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
         if self.phase is Phase.NORMS:
@@ -165,6 +163,10 @@ class Ghost:
         _refuse_leaks(self, before)
         self.summed.check()
         _note_samples(self, losses.shape[0])
+
+    def leaves_gradients(self) -> bool:
+        """Whether FSDP2, if it is there, finds gradients to reduce in the coming sum pass."""
+        return False
 
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """Add ``sum_i factors[i] * g_i`` to the parameters' ``grad``.
@@ -213,14 +215,14 @@ def _note_samples(strategy: Ghost, samples: int) -> None:
     if not ledger.kept.whole:
         lone.learn(strategy.summed.running, samples)
         return
-    rows = {name: n for one in strategy.summed.running for name, n in one.rows.items() if n > 1}
+    several = lone.several_rows(strategy.summed.running)
     reason = None
     if samples != 1:
         reason = f"the model was given one sample, but there are {samples} losses"
     elif ledger.tapped:
         reason = "layers were called outside the model's forward"
-    elif rows:
-        name, n = next(iter(rows.items()))
+    elif several is not None:
+        name, n = several
         reason = f"the model was given one sample, but layer '{name}' saw {n} rows"
     if reason is not None:
         lone.rule_out(reason)

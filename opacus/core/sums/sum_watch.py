@@ -40,6 +40,7 @@ class SumWatch:
     def __init__(self) -> None:
         self._grads: list[Tensor] = []
         self._shards: list[Tensor] = []  # this rank's part of each
+        self._noted: list[tuple[int, int]] = []  # their versions when they were complete
         self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
         self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
         # The same, of the step before, on its way to the host.
@@ -49,13 +50,12 @@ class SumWatch:
         """The parameters' ``grad`` are complete sums now."""
         self._grads = [p.grad for p in parameters if p.grad is not None]
         self._shards = locals_of(self._grads)
-        for grad, versions in zip(self._grads, self._versions(), strict=True):
-            grad._clipped_versions = versions  # type: ignore[attr-defined]
+        self._noted = self._versions()
         self._norms = _norms(self._shards, compute_devices(self._grads))
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._grads, self._shards, self._norms = [], [], torch.empty(0)
+        self._grads, self._shards, self._noted, self._norms = [], [], [], torch.empty(0)
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -66,8 +66,7 @@ class SumWatch:
             scale: What ``GradScaler`` has divided the sums by.
         """
         grads = self._grads
-        noted = [grad._clipped_versions for grad in grads]  # type: ignore[attr-defined]
-        written = noted != self._versions()
+        written = self._noted != self._versions()
         sharded = bool(grads) and self._shards[0] is not grads[0]
         blind = sharded and _uncounted(grads[0])
         moved: set[int] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
@@ -61,6 +61,20 @@ class GradientSink(Protocol):
         """Drop what has been put since the latest :meth:`finish`, after an error."""
 
 
+class WaitingSink(GradientSink, Protocol):
+    """One in which the sums of physical batches may wait for those of later ones.
+
+    Attributes:
+        holding: Whether what is put now waits; settled by :meth:`agree`, on all ranks alike.
+    """
+
+    holding: bool
+    unreduced: Unreduced
+
+    def hold(self, name: str, total: Tensor) -> None:
+        """Add a term of a sum to those that wait."""
+
+
 class Terms:
     """The terms of one parameter's clipped sum, evaluated when there is room for it.
 
@@ -107,6 +121,35 @@ class Terms:
         for term in self.later:
             total = term() if total is None else total + term()
         return total
+
+
+class Bucket:
+    """Terms of parameters whose sums are formed together, up to a number of elements.
+
+    Attributes:
+        terms: By parameter name, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.terms: dict[str, Terms] = {}
+        self._elements = 0
+        self._kind: Hashable = None
+
+    def takes(self, elements: int, kind: Hashable = None) -> bool:
+        """Whether a parameter belongs into it; a large one has a bucket for itself.
+
+        Args:
+            elements: Of the parameter.
+            kind: Equal for parameters that can be handled together.
+        """
+        room = self._elements + elements <= BUCKET_ELEMENTS and kind == self._kind
+        return room or not self.terms
+
+    def put(self, name: str, terms: Terms, elements: int, kind: Hashable = None) -> None:
+        """See :meth:`takes`."""
+        self.terms[name] = terms
+        self._elements += elements
+        self._kind = kind
 
 
 class KeptSums:
@@ -182,17 +225,16 @@ class LocalSink:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
-        self._waiting: list[tuple[str, Terms]] = []
-        self._elements = 0
+        self._bucket = Bucket()
         sizes = [p.numel() for p in parameters.values()]
         self._largest, self._all = max(sizes, default=0), sum(sizes)
 
     def put(self, name: str, terms: Terms) -> None:
         if terms.stored is not None and not terms.later:
-            self._waiting.append((name, terms))
-            self._elements += self.parameters[name].numel()
-            if self._elements > BUCKET_ELEMENTS:
+            elements = self.parameters[name].numel()
+            if not self._bucket.takes(elements):
                 self.finish()
+            self._bucket.put(name, terms, elements)
             return
         total = terms.value()
         if total is not None:
@@ -201,16 +243,16 @@ class LocalSink:
 
     def finish(self) -> None:
         """Form the sums that wait."""
-        waiting, self._waiting, self._elements = self._waiting, [], 0
+        waiting, self._bucket = self._bucket.terms, Bucket()
         if not waiting:
             return
         sums = weighted_sum_each(
-            [terms.stored for _, terms in waiting if terms.stored is not None],
-            [terms.factors for _, terms in waiting],
-            waiting[0][1].excluded,
-            [self.parameters[name].dtype for name, _ in waiting],
+            [terms.stored for terms in waiting.values() if terms.stored is not None],
+            [terms.factors for terms in waiting.values()],
+            next(iter(waiting.values())).excluded,
+            [self.parameters[name].dtype for name in waiting],
         )
-        for (name, _), total in zip(waiting, sums, strict=True):
+        for name, total in zip(waiting, sums, strict=True):
             add_to_grad(self.parameters[name], total)
 
     @property
@@ -236,7 +278,7 @@ class LocalSink:
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""
-        self._waiting, self._elements = [], 0
+        self._bucket = Bucket()
 
 
 @torch.no_grad()

@@ -1,12 +1,18 @@
 """Two backward passes: the clipped sum is formed in the second one, nothing is kept.
 
 Ghost clipping (arXiv:2110.05679, arXiv:2009.03106) finds the norms in the first.
+
+Note [Several physical batches]
+    Under FSDP2 the sums of physical batches wait unreduced where memory allows. Then FSDP2 finds no
+    gradient in the second pass and reduces nothing; that of the last batch waits with them, and all
+    are reduced as in one pass. Ranks agree on that before each second pass.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opacus.core.platform.profiling import SECOND_BACKWARD, each_layer, timed
@@ -14,7 +20,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.strategy import Ghost, Phase, run_backward
-from opacus.core.sums.terms import add_to_grad, add_whole
+from opacus.core.sums.terms import Terms, WaitingSink, add_to_grad, add_whole
 from opacus.core.sums.weighting import Weighting
 
 
@@ -32,6 +38,22 @@ class TwoPass(Ghost):
 
     _weighting: Weighting | None = None
     _seen: Seen
+    sink: WaitingSink | None = None
+    _holding = False  # whether the sums of the second pass that runs are not for FSDP2
+
+    def let_wait(self, sink: WaitingSink) -> None:
+        """Sums of physical batches that others follow may wait there; see the note above."""
+        self.sink, self.unreduced = sink, sink.unreduced
+
+    def leaves_gradients(self) -> bool:
+        """See :meth:`Ghost.leaves_gradients`; ranks settle it where sums wait, or may."""
+        self._holding = False
+        if self.sink is not None:
+            waiting = self.sink.unreduced
+            if waiting.wanted or waiting.waiting:
+                self.sink.agree((), ())
+                self._holding = self.sink.holding or waiting.waiting
+        return not self._holding
 
     def _take(self, record: Record) -> None:
         super()._take(record)
@@ -58,13 +80,34 @@ class TwoPass(Ghost):
             with self._in(Phase.SUM, losses):
                 run_backward(losses, retain_graph)
             self.doubt = compared(self._seen, REPLAY_ADVICE)
+            if self._holding:
+                self._pass_on(clipped)
         finally:
             self._weighting = self.ledger = None
             self._seen = Seen()
 
+    @torch.no_grad()
+    def _pass_on(self, clipped: Factors) -> None:
+        """What waits goes on waiting, or is reduced: every trainable parameter, on every rank."""
+        assert self.sink is not None
+        for name, parameter in reversed(self.parameters):
+            if parameter.requires_grad:
+                self.sink.put(name, Terms(None, (), clipped.of(name), None))
+        self.sink.finish()
+
+    def abandon(self) -> None:
+        """See :meth:`Ghost.abandon`."""
+        super().abandon()
+        if self.sink is not None:
+            self.sink.abandon()
+
     @each_layer
     def _weigh(self, record: Record) -> None:
         for name, grad in self._weighted(record).items():
+            if self._holding:
+                assert self.sink is not None
+                self.sink.hold(record.layer.owners[name], grad)
+                continue
             parameter = record.layer.parameter(name)
             assert parameter is not None
             add_to_grad(parameter, grad.to(parameter.dtype))
@@ -85,5 +128,5 @@ class TwoPass(Ghost):
         return weighting.sums(record)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_weighting": None, "doubt": None, "_seen": Seen()}
+        fresh = {"_weighting": None, "_holding": False, "doubt": None, "_seen": Seen()}
         return {**super().__getstate__(), **fresh}

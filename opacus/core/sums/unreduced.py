@@ -24,10 +24,11 @@ class Unreduced:
     Attributes:
         wanted: Whether the sums of the coming backward pass should wait, if there is room.
         fresh: Whether the latest ones have not been followed by ``optimizer.step()``.
+        waiting: Whether any wait, on all ranks alike: this one's may all be nothing.
     """
 
     def __init__(self) -> None:
-        self.wanted = self.fresh = False
+        self.wanted = self.fresh = self.waiting = False
         self._sums: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -56,7 +57,7 @@ class Unreduced:
                 "too. Call optimizer.step() after each of them, or set optimizer.reduce_once=False"
             )
         self._sums.clear()
-        self.wanted = self.fresh = False
+        self.wanted = self.fresh = self.waiting = False
 
     def __reduce__(self) -> Any:
         return Unreduced, ()

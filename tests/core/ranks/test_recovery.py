@@ -111,12 +111,12 @@ def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
 
 
 def with_and_without(rank: int, mode: str, deferred: bool) -> list[list[Tensor]]:
-    """Weights after three steps, and with a failure at each place among them."""
+    """Weights after two steps, and with a failure at each place before each of them."""
     ends = []
     for at in (0, *PLACES[mode]):
         progress((mode, deferred, at))
         run = Run(mode, rank, deferred)
-        for _ in range(3):
+        for _ in range(2):
             if at:
                 run.fail(at)
             run.step()

@@ -70,7 +70,7 @@ def test_a_norm_that_is_summed_over_ranks_is_never_taken_of_a_part() -> None:
 
 def test_the_table_names_layers_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     _, planner = decide(monkeypatch, FAST_MEMORY, record(2, 64, 32, 48))
-    head, line = planner.table().splitlines()
+    head, line = planner.report.table().splitlines()
     assert head.split()[:2] == ["layer", "kind"]
     assert "head" in line and "Linear" in line and "store" in line and "[2, 64, 32]" in line
 

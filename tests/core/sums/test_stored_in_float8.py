@@ -46,7 +46,7 @@ def wanted(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The clipped sum and norms of what was stored, and of exact gradients where a block ran
     again."""
-    again = {name for name, choice in planner.choices.items() if choice.what == "replay"}
+    again = {name for name, choice in planner.report.choices.items() if choice.what == "replay"}
     mixed = {
         name: grad if name.rsplit(".", 1)[0] in again else stored.get(name, grad)
         for name, grad in grads.items()

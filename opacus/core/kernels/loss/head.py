@@ -18,9 +18,7 @@ from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_bmm, wide_dtype, widen
 from opacus.core.kernels.sums.weighted_sum import triton_works
-
-# Elements of logits, and of units' gradients, that are formed at once.
-PART_ELEMENTS = 1 << 26
+from opacus.core.platform.sizes import PART_ELEMENTS
 
 
 @dataclass(frozen=True)

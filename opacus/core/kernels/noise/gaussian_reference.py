@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.noise.words import key_words, lanes, random_words
+from opacus.core.kernels.norms.reference import wide_dtype
 
 if TYPE_CHECKING:
     from opacus.core.kernels.noise.draw import Draw
@@ -33,7 +34,7 @@ def add(
         grid: Results are rounded to multiples of it; 0: no rounding.
     """
     for wide in (torch.float32, torch.float64):
-        own = [d for d in draws if (_wide(d) == torch.float64) == (wide == torch.float64)]
+        own = [d for d in draws if wide_dtype(d.source, d.target) == wide]
         for piece in _pieces(own):
             _add_piece(std, piece, step, grid, wide, past, secure)
 
@@ -150,9 +151,3 @@ def _blocks(region: Region, start: int, end: int, many: int) -> tuple[Tensor, An
 def rounded(total: Tensor, grid: float) -> Tensor:
     """The nearest multiples of ``grid``, a power of two; the tensor itself if that is 0."""
     return (total / grid).add_(0.5).floor_().mul_(grid) if grid else total
-
-
-def _wide(draw: Draw) -> torch.dtype:
-    """The dtype of noise and sum."""
-    double = torch.float64 in (draw.source.dtype, draw.target.dtype)
-    return torch.float64 if double else torch.float32

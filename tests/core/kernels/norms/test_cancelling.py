@@ -175,7 +175,7 @@ def test_a_sample_that_cancels_moves_the_sum_by_its_bound(
     layer: str, mode: str, deferred: bool
 ) -> None:
     rounding = 0.02 if layer == "keys" else 1e-3  # these norms are of fp32 backprops that cancel
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         model, x = Pooled(LAYERS[layer]()), batch(layer)
         alone = nn.CrossEntropyLoss()
