@@ -189,8 +189,9 @@ class Blocks:
         visit = self.current
         if visit is None or not visit.possible or record.spec.name not in visit.block.names:
             return None
-        own = record.forward_pass is visit.forward_pass and not record.regrouped
-        return visit if own else None
+        own = visit.forward_pass
+        again = record.forward_pass is own and record.spec.name not in own.moved
+        return visit if again else None
 
     def _before(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled graph runs no Python for a block

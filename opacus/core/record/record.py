@@ -210,7 +210,6 @@ class Record:
     forward_pass: ForwardPass | None = None
     versions: list[int] | None = None  # of the tensors, since it was kept
     averaged: int | None = None  # number of rows that a mean of losses is of, if not `rows`
-    regrouped: bool = False  # its rows were not the units
     borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
     batch: int = field(init=False)
     device: torch.device = field(init=False)

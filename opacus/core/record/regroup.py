@@ -97,7 +97,6 @@ def record_by_unit(
         backprops=backprops,
         rows=units.count,
         averaged=forward_pass.batch,
-        regrouped=True,
         reused=forward_pass.generation.uses.get(name, 0) > 1,
         generation=forward_pass.generation,
         forward_pass=forward_pass,

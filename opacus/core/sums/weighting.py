@@ -72,12 +72,14 @@ class Weighting:
         excluded = None if self._excluded is None else self._excluded[:rows].to(device)
         factors = factors[:rows].to(device)
         activations, backprops = record.activations, record.backprops
+        # A compiled graph writes over what it has lent, and counts no version.
+        inputs = Inputs() if record.borrowed else self._inputs
         if excluded is None and _takes_factors(record, names):
-            activations = self._inputs.scaled(activations, factors, None)
+            activations = inputs.scaled(activations, factors, None)
         else:
             by_rows = record.layer.rule.by_rows(activations, record.batch)
             if excluded is not None and by_rows:
-                activations = self._inputs.scaled(activations, None, excluded)
+                activations = inputs.scaled(activations, None, excluded)
             backprops = scaled_rows_of(backprops, factors, excluded)
         spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
         return record.layer.rule.wide_sum(spec, activations, backprops)

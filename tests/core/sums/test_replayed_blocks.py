@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.norms.kept import Kept
 from opacus.core.norms.ledger import SquaredNorms
 from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.terms import KeptSums
+from tests.helpers import oracle
 from tests.helpers.replayed_blocks import (
     B,
     Block,
@@ -26,6 +28,7 @@ from tests.helpers.replayed_blocks import (
     build,
     close,
     expected,
+    loss_of,
     private,
     step,
     ways,
@@ -82,7 +85,7 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
         made[0]._limited()
         for _ in range(2):
             step(made)
-        last = planner.choices["stem"]  # after all blocks: nothing else can be held instead
+        last = planner.report.choices["stem"]  # after all blocks: nothing else can be held instead
         at_start = planner._base + planner.held_bytes - last.bytes[last.what] + planner._in_sum
         blocks = 4 - sum(way == "replay" for way in ways(made[0]).values()) // 3
         held[blocks] = at_start
@@ -92,6 +95,32 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
             assert blocks == 0 or at_start <= limit < at_start + 2 * more, limit
     assert sorted(held) == [0, 1, 2, 3, 4]
     assert sorted(held.values()) == [held[blocks] for blocks in range(5)]
+
+
+def test_nothing_is_formed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known how much is held of a block, one that has no room is never begun."""
+    model = build()
+    clip, want = expected(model)
+    made = private(model, clip)
+    dropped: list[int] = []
+    original = Kept.drop
+
+    def drop(self: Kept, *given: Any) -> dict[str, Tensor]:
+        squares = original(self, *given)
+        dropped.append(len(squares))
+        return squares
+
+    monkeypatch.setattr(Kept, "drop", drop)
+    made[0].held_budget = 1 << 30
+    step(made)
+    whole = made[0]._strategy.planner.held_bytes
+    in_vain = {}
+    for budget in range(whole // 3, whole, whole // 12):
+        made[0].held_budget = budget
+        dropped.clear()
+        close(step(made), want)
+        in_vain[budget] = sum(dropped)
+    assert len(dropped) >= 3 and not any(in_vain.values())
 
 
 def test_dropout_and_samples_that_are_not_finite() -> None:
@@ -287,6 +316,37 @@ def build_like(model: Net) -> Net:
     other.blocks[3].down.weight = other.blocks[1].down.weight
     other.load_state_dict(model.state_dict())
     return other
+
+
+class OwnTables(nn.Module):
+    """A block with positions of its own, computed once for all samples, and tokens as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.norm = nn.Embedding(T, D), nn.LayerNorm(D)
+        self.rows, self.last = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = x + self.norm(self.places(torch.arange(x.shape[1])))
+        x = x + torch.tanh(self.rows(x.flatten(0, 1)).view(x.shape))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("length", [B, T])
+def test_what_a_block_shares_or_moves_is_kept(length: int) -> None:
+    """Also with as many samples as positions: their factors are not those of the positions."""
+    model = build()
+    model.blocks = nn.ModuleList(OwnTables() for _ in range(2)).double()
+    x, y = batch()
+    data = x[:, :length], y
+    grads = oracle.per_sample_gradients(model, loss_of, data)
+    clip = 0.5 * float(oracle.norms(grads).min())
+    made = private(model, clip, data=data)
+    made[0].held_budget = 0
+    close(step(made, data), oracle.clipped_sum(grads, clip))
+    found = ways(made[0])
+    assert {found[f"blocks.{i}.last"] for i in range(2)} == {"replay"}
+    assert "replay" not in {found[f"blocks.{i}.{n}"] for i in range(2) for n in ("norm", "rows")}
 
 
 def test_a_budget_keeps_no_model_alive() -> None:

@@ -11,7 +11,8 @@ from opacus.core.privacy.clipping import Clipped, ClippedEach, Factors
 from opacus.core.record.layers import layers_of
 from opacus.core.record.passes import Generation
 from opacus.core.record.record import Record
-from opacus.core.sums.terms import KeptSums, LocalSink, Terms
+from opacus.core.sums import terms as terms_module
+from opacus.core.sums.terms import Bucket, KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 
 B, D, P = 4, 3, 2
@@ -85,6 +86,20 @@ def test_sums_of_half_precision_are_wide() -> None:
     assert got["weight"].dtype == torch.float32 and (got["weight"] == 257).all()
 
 
+@pytest.mark.parametrize("excluded", [(), (1,)])
+def test_memory_that_a_compiled_graph_writes_to_again(excluded: tuple[int, ...]) -> None:
+    """Two layers' inputs in one place, one after the other, with no count of versions."""
+    x, g, factors = rows(B, 5, D), rows(B, 5, D), torch.rand(B, dtype=torch.float64)
+    weighting, model = Weighting(flat(factors, *excluded)), nn.Sequential(nn.Linear(D, D, False))
+    for _ in range(2):
+        lent = record(x, g, model)
+        lent.borrowed = True
+        own = flat(factors, *excluded).factors
+        right = torch.einsum("b,btp,btd->pd", own, g, x)
+        torch.testing.assert_close(weighting.sums(lent)["weight"], right)
+        x.numpy()[:] = rows(B, 5, D).numpy()
+
+
 def test_kept_records_of_one_parameter_are_terms_of_one_sum() -> None:
     layer = nn.Linear(D, D)
     model = nn.Sequential(layer, layer)
@@ -118,3 +133,14 @@ def test_a_sink_adds_to_gradients_and_can_be_abandoned() -> None:
     torch.testing.assert_close(parameters["a"].grad, kept + factors @ stored)
     torch.testing.assert_close(parameters["b"].grad, 1 + factors @ stored)
     assert torch.equal(before, kept)  # nobody else's gradient is written over
+
+
+def test_a_bucket_takes_what_is_handled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms_module, "BUCKET_ELEMENTS", 10)
+    terms = Terms(rows(B, 3), [], torch.rand(B, dtype=torch.float64), None)
+    bucket = Bucket()
+    assert bucket.takes(11, "a")  # a large one, alone
+    bucket.put("one", terms, 6, "a")
+    assert bucket.takes(4, "a") and not bucket.takes(5, "a") and not bucket.takes(4, "b")
+    bucket.put("two", terms, 4, "a")
+    assert list(bucket.terms) == ["one", "two"] and not bucket.takes(1, "a")
