@@ -25,6 +25,7 @@ LATER, LAST = f"{FIRST}_later", f"{FIRST}_last"
 BY_TURNS = "llama3-1b_h200x2_2026-11-28_steps_deferred"
 IN_SERIES = "llama3-1b_h200x2_2026-11-28_series"
 WHOLE = "llama3_h200x2_2026-11-29_whole_steps"
+BUDGETS = "llama3-3b_h200_2026-11-29_budgets"
 FITTED = {
     (FIRST, "no_dp", 2, 8192), (FIRST, "no_dp", 4, 4096), (FIRST, "no_dp", 16, 1024),
     (FIRST, "no_dp", 16, 512), (FIRST, "ghost_fsdp_bk", 16, 1024),
@@ -36,6 +37,8 @@ FITTED = {
     (IN_SERIES, "flash_fsdp_bk", 1, 1024), (LAST, "flash_fsdp_bk", 4, 1024),
     (IN_SERIES, "ghost_fsdp", 1, 1024),
     (BY_TURNS, "ghost_fsdp", 1, 2048), (BY_TURNS, "flash_fsdp", 1, 2048),
+    # How long a replay takes.
+    (BUDGETS, "ghost_fsdp_bk", 4, 4096),
 }  # fmt: skip
 # Files from before noise was added by one kernel and layers took less host time.
 EARLIER_HOST = {
@@ -143,7 +146,7 @@ def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
         plain = not row.get("lora") and not row.get("offload")
         if not (card and plain) or model not in SHAPES or row["case"] not in MODELLED_CASES:
             continue
-        ways = row.get("ways", {})
+        ways = row.get("ways") or {}
         again = ways.get("replay", 0) / (sum(ways.values()) or 1)
         shape, stored = SHAPES[model], row.get("stored_dtype")
         run = Run(

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -40,13 +40,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--rate", type=float, required=True, help="sample rate")
         command.add_argument("--steps", type=int, required=True)
         command.add_argument("--delta", type=float, required=True)
-    for command in (epsilon, compare):
-        command.add_argument("--noise", type=float, required=True, help="noise multiplier")
-        command.add_argument("--plot", metavar="FILE", help="write epsilon over steps and the ROC")
         command.add_argument("--dataset-size", type=int, help="for truncated or fixed batches")
         command.add_argument("--max-batch", type=int, help="truncated Poisson sampling")
         command.add_argument("--batch", type=int, help="batches of fixed size")
         command.add_argument("--user-rows", type=int, help="most rows of one user")
+    for command in (epsilon, compare):
+        command.add_argument("--noise", type=float, required=True, help="noise multiplier")
+        command.add_argument("--plot", metavar="FILE", help="write epsilon over steps and the ROC")
     noise.add_argument("--epsilon", type=float, required=True, help="the budget")
     for command in (epsilon, noise):
         command.add_argument("--accountant", default="pld", choices=_NAMES)
@@ -58,12 +58,12 @@ def _sampling(options: argparse.Namespace) -> Sampling | None:
     given = [n for n in ("max_batch", "batch", "user_rows") if getattr(options, n) is not None]
     if len(given) > 1:
         raise ValueError(f"give at most one of --max-batch, --batch, --user-rows, got {given}")
+    if (options.dataset_size is None) != (given in ([], ["user_rows"])):
+        raise ValueError("--max-batch and --batch need --dataset-size, and nothing else does")
     if options.user_rows is not None:
         return UserRows(options.user_rows)
     if not given:
         return None
-    if options.dataset_size is None:
-        raise ValueError("--max-batch and --batch need --dataset-size")
     if options.max_batch is not None:
         return TruncatedPoisson(options.dataset_size, options.max_batch)
     return FixedSize(options.dataset_size, options.batch)
@@ -96,6 +96,7 @@ def _noise(options: argparse.Namespace) -> None:
         sample_rate=options.rate,
         steps=options.steps,
         accountant=options.accountant,
+        sampling=_sampling(options),
     )
     print(
         f"noise multiplier = {sigma!r} for epsilon = {options.epsilon:g} at "

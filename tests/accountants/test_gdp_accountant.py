@@ -89,3 +89,18 @@ def test_composite_functions() -> None:
     ):
         expected = analysis.eps_from_mu(mu=compute_mu(**arguments), delta=DELTA)
         assert compute_eps(**arguments, delta=DELTA) == expected > 0.0
+
+
+@pytest.mark.parametrize(
+    "sigma, epochs, mu, epsilon",
+    [(1.3, 15, 0.23, 0.83), (1.1, 60, 0.57, 2.32), (0.7, 45, 1.13, 5.07)],
+)
+def test_published_values_of_mnist(sigma: float, epochs: int, mu: float, epsilon: float) -> None:
+    """Bu, Dong, Long and Su (arXiv 1911.11607): batches of 256 of 60,000, delta 1e-5."""
+    run = {
+        "steps": round(epochs * 60_000 / 256),
+        "noise_multiplier": sigma,
+        "sample_rate": 256 / 60_000,
+    }
+    assert analysis.compute_mu_poisson(**run) == pytest.approx(mu, abs=0.005)
+    assert analysis.compute_eps_poisson(**run, delta=1e-5) == pytest.approx(epsilon, abs=0.005)

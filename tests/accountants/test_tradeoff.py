@@ -104,6 +104,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "epsilon = 1.82" in capsys.readouterr().out
     assert main(f"noise --epsilon 2 {RUN} --accountant rdp".split()) == 0
     assert "noise multiplier = 1.02" in capsys.readouterr().out
+    assert main(f"noise --epsilon 2 {RUN} --user-rows 2".split()) == 0
+    assert "noise multiplier = 1.49" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     plot = tmp_path / "out.png"
     assert main(f"compare --noise 1 {RUN} --plot {plot}".split()) == 0
@@ -116,6 +118,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     "arguments, message",
     [
         ("epsilon --noise 1 --batch 100", "--dataset-size"),
+        ("epsilon --noise 1 --dataset-size 100", "nothing else does"),
+        ("epsilon --noise 1 --plot /no/such/folder/x.png", "/no/such/folder"),
         ("epsilon --noise 1 --batch 9 --user-rows 3", "at most one"),
         ("epsilon --noise 1 --batch 90 --dataset-size 10000", "sample_rate"),
         ("epsilon --noise -1", "noise_multiplier"),

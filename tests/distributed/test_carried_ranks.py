@@ -17,7 +17,7 @@ from tests.helpers.lone_sample import C, private
 from tests.helpers.sharded import full
 
 ROWS, TOKENS = 3, 5
-STEPS = 5
+STEPS = 3  # learnt from, followed once more, carried
 
 
 class Adapted(nn.Module):
@@ -147,6 +147,8 @@ def check_all(rank: int, world_size: int) -> list[tuple[str, list[float], list[i
         "compiled": {"compiled": True},
         "two views": {},
     }
+    if world_size > 1:  # test_compiled_blocks.py has several ranks
+        del cases["compiled"]
     for name, how in cases.items():
         progress(name)
         case, errors, records = Case(**how), [], []

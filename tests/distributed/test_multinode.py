@@ -34,16 +34,16 @@ ENVIRONMENT = {
 
 
 class Agents:
-    """torchrun agents, each with a process group of its own, so that it can be lost as a whole.
-
-    Workers need not start as interpreters do: agents take PYTHON_EXEC for them.
-    """
+    """torchrun agents, each with a process group of its own, so that it can be lost as a whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, nodes: str, port: int, job: tuple[Any, ...], restarts: int = 0) -> None:
+    def start(
+        self, nodes: str, port: int, job: tuple[Any, ...], restarts: int, python: str
+    ) -> None:
+        """One agent; `python` runs its workers."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", str(restarts)),
@@ -57,7 +57,7 @@ class Agents:
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env={**os.environ, **ENVIRONMENT, "PYTHON_EXEC": warm_python()},
+                    env={**os.environ, **ENVIRONMENT, "PYTHON_EXEC": python},
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -142,7 +142,7 @@ def test_two_nodes_a_killed_rank_and_a_lost_node(agents: Agents, tmp_path: Path)
     # A worker is killed; both agents restart theirs, and the run ends as if nothing had been.
     port = free_port()
     for _ in range(2):
-        agents.start("2", port, (killed, 3, 0.5), restarts=2)
+        agents.start("2", port, (killed, 3, 0.5), restarts=2, python=warm_python())
     agents.until(lambda: len(log_of(killed, 1)) >= 3)
     os.kill(log_of(killed, 1)[-1][-1], signal.SIGKILL)
     for number in (0, 1):
@@ -155,7 +155,8 @@ def test_two_nodes_a_killed_rank_and_a_lost_node(agents: Agents, tmp_path: Path)
     # A node is lost for good; the other one goes on alone. Epsilon is the same all the same.
     port = free_port()
     for _ in range(2):
-        agents.start("1:2", port, (lost, 3, 1.0), restarts=3)
+        # A worker that starts at once would be done before the other agent has come.
+        agents.start("1:2", port, (lost, 3, 1.0), restarts=3, python=sys.executable)
         agents.until(lambda: hosts_rendezvous(port))  # the first one hosts it, and is not lost
     agents.until(lambda: len(log_of(lost, 0)) >= 3 and len(log_of(lost, 1)) >= 3)
     agents.kill(3)

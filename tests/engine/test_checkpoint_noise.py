@@ -217,7 +217,6 @@ def test_going_back_to_a_checkpoint_again(
             run.load(tmp_path / "run.pt")
     with pytest.warns(UserWarning, match=rf"more steps than the checkpoint.*{NEW_SEED}"):
         run.load(tmp_path / "run.pt")
-    assert "3 steps have been taken or loaded before, and the checkpoint counts 1" in caplog.text
     assert not repeats(given_up, run.train(2))
 
 

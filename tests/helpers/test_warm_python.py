@@ -65,6 +65,17 @@ def test_modules_and_interpreters_that_it_starts(tmp_path: Path) -> None:
     assert sys.executable != warm_python()
 
 
+@pytest.mark.parametrize(
+    ("words", "path"), [((), "elsewhere"), (("-W", "error"), ""), (("-u", "-I"), "")]
+)
+def test_what_depends_on_the_start_of_an_interpreter_starts_one(
+    words: tuple[str, ...], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = run(*words, "-c", "import sys; print('torch' in sys.modules, sys.executable)")
+    assert done.stdout == f"False {sys.executable}\n", done.stderr
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_caller(tmp_path: Path, how: signal.Signals) -> None:
     mark = tmp_path / "pid"

@@ -5,7 +5,9 @@
 For scripts that start interpreters themselves (ranks, a series of runs, torchrun): in one that runs
 so, `sys.executable` is this command again, and nobody imports torch a second time. It takes `-c`,
 `-m` or a script, with the variables, folder, standard streams and signals of who calls it; if its
-caller is killed, so is what it runs.
+caller is killed, so is what it runs. Who asks for more, by another option or a PYTHONPATH that may
+hold other packages, gets an interpreter that starts. Variables that torch reads when it is imported
+have been read.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ import torch
 
 from tests.helpers import distributed as ranks_
 
+ROOT = Path(__file__).parents[2]
 # The command: hands over what it was told, waits, and ends as that ended.
 CLIENT = """#!{python} -IS
-import marshal, os, signal, socket, sys
+import os, sys
+words = [word for word in sys.argv[1:3] if word not in ("-u", "-B")]
+known = words and (words[0] in ("-c", "-m") or words[0][:1] != "-")
+if not known or os.environ.get("PYTHONPATH") not in {paths!r}:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+import marshal, signal, socket
 link = socket.socket(socket.AF_UNIX)
 link.connect({address!r})
 request = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ)))
@@ -57,7 +65,8 @@ def warm_python() -> str:
     """The path of the command; the server behind it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="opacus_python_"))
     command, address = folder / "python", str(folder / "socket")
-    command.write_text(CLIENT.format(python=sys.executable, address=address))
+    paths = (None, "", str(ROOT), os.environ.get("PYTHONPATH"))
+    command.write_text(CLIENT.format(python=sys.executable, address=address, paths=paths))
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -137,7 +146,6 @@ def _become(
 def _run(arguments: list[str]) -> None:
     while arguments[0] in ("-u", "-B"):
         del arguments[0]
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     kind, *rest = arguments
     if kind == "-c":
         main = ModuleType("__main__")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory_test.common.schema import check_file
+from memory_test.common.schema import RESULTS, check_file
 from memory_test.utility import lab
 from memory_test.utility.contenders import CONTENDERS
 from memory_test.utility.data import read, reviews
@@ -68,3 +68,12 @@ def test_rates_beyond_the_best_one_are_tried() -> None:
         tried = lab._best_rate(lambda lr, best=best: -abs(math.log(lr / best)), (0.125, 0.25, 0.5))
         assert len(tried) == expected
     assert list(lab._best_rate(lambda lr: 0.0, (0.125,))) == [0.125]
+
+
+def test_the_table_is_that_of_the_files() -> None:
+    table = (Path(lab.__file__).parent / "README.md").read_text()
+    for path in RESULTS.glob("*_utility.json"):
+        assert path.name in table
+        for row in json.loads(path.read_text())["utility"]:
+            assert f"{100 * row['mean']:.1f}±{100 * row['sd']:.1f}%" in table, row["contender"]
+            assert "steps" not in row or f"{row['steps']} steps" in table

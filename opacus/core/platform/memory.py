@@ -19,15 +19,20 @@ def free_memory(device: torch.device) -> int:
 
 def most_in_use(device: torch.device) -> int:
     """Bytes that tensors of this process may have: all that they can get, less a margin."""
-    whole = torch.cuda.get_device_properties(device).total_memory
     used, free = _used_and_free(device)
-    return used + max(0, free - int(FREE_MEMORY_MARGIN * whole))
+    return used + max(0, free - int(FREE_MEMORY_MARGIN * _allowed(device)))
 
 
 def _used_and_free(device: torch.device) -> tuple[int, int]:
     free, _ = torch.cuda.mem_get_info(device)
     used, cached = _used_and_cached(device)
-    return used, free + cached
+    return used, min(free, max(0, _allowed(device) - used - cached)) + cached
+
+
+def _allowed(device: torch.device) -> int:
+    """Bytes of the device that torch may have: ``set_per_process_memory_fraction`` limits them."""
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    return int(share * torch.cuda.get_device_properties(device).total_memory)
 
 
 def _used_and_cached(device: torch.device | None) -> tuple[int, int]:

@@ -187,6 +187,8 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
     config.skip_nnmodule_hook_guards = False
     dynamo.reset()
     skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
+    if skip is not None:
+        skip(outside_graphs(prepare_for_graphs).__code__)  # the one of all that are outside
     for kind in plain if skip is not None else ():
         for method in vars(kind).values():
             function = getattr(method, "__func__", method)

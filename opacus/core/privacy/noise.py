@@ -78,7 +78,7 @@ def add_noise(
     todo = zip(sources, own, places, streams, devices, strict=True)
     for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all
-            moved = local.to(device, non_blocking=True)
+            moved = local.to(device, non_blocking=True).contiguous()
             same = moved.dtype == place.dtype
             result = moved if same else torch.empty_like(moved, dtype=place.dtype)
             add_gaussian(std, _draws(source, moved, result, keys), step, secure, past, part)

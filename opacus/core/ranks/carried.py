@@ -229,7 +229,8 @@ def _is_stored(
     formed = [kept.formed.get(owner) for owner in layer.owners.values()]
     rows = all(grad is not None and len(grad) == seen.batch for grad in formed)
     ours = layer.rule.carries and not (layer.shared or layer.unheld or layer.reader)
-    return ours and known and stored and rows and hooks.counts_rows_first()
+    in_order = layer.spec.params in (("weight", "bias"), ("weight",), ("bias",))
+    return ours and in_order and known and stored and rows and hooks.counts_rows_first()
 
 
 def _carrying(

@@ -15,7 +15,8 @@ from opacus.core.platform.torch_internals import direct_apply
 from opacus.core.record.head_loss import HEAD_USE
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass
-from opacus.core.record.record import prepared
+from opacus.core.rules.base import as_tokens
+from opacus.core.rules.linear import TransposedLinearRule, products_of_rows
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -59,10 +60,17 @@ def carries(carriers: tuple[Tensor, ...], args: Any, kwargs: Any, output: Any) -
 
 
 def carry(carriers: tuple[Tensor, ...], layer: Layer, x: Tensor, output: Tensor) -> Tensor:
-    """``output`` of a layer that was called with ``x``; its gradients go to the carriers."""
+    """``output`` of a layer that was called with ``x``; its gradients go to the carriers.
+
+    What a compiled graph reads here has to be equal in equal layers, so that they share it: no
+    rule or spec, whose name differs.
+    """
     tapped: Tensor
-    apply = _Carried.apply if torch.compiler.is_compiling() else _carried
-    tapped = apply(output, x, layer.rule, layer.spec, *carriers)
+    transposed, weight = isinstance(layer.rule, TransposedLinearRule), carriers[0].dim() == 3
+    if torch.compiler.is_compiling():
+        tapped = _Carried.apply(output, x, None, transposed, weight, *carriers)
+    else:
+        tapped = _carried(output, x, layer.spec, transposed, weight, *carriers)
     return tapped
 
 
@@ -78,13 +86,23 @@ def twice_differentiated(spec: LayerSpec) -> RuntimeError:
 
 
 class _Carried(torch.autograd.Function):
-    """An identity whose backward forms the per-sample gradients."""
+    """An identity whose backward forms the per-sample gradients of a linear layer.
+
+    They are those of :meth:`LinearRule.per_sample_grad`, with the weight's first.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, x: Tensor, rule: Any, spec: Any, *carriers: Tensor
+        ctx: Any,
+        output: Tensor,
+        x: Tensor,
+        spec: LayerSpec | None,
+        transposed: bool,
+        weight: bool,
+        *carriers: Tensor,
     ) -> Tensor:
-        ctx.how = rule, spec
+        ctx.spec, ctx.transposed, ctx.weight = spec, transposed, weight
+        ctx.bias = len(carriers) > weight
         ctx.save_for_backward(x)
         if torch.compiler.is_compiling():  # what follows the graph may change this one in place
             return torch.ops.aten._unsafe_view(output, output.shape)
@@ -92,12 +110,16 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x,), (grad,), (rule, spec) = ctx.saved_tensors, grads, ctx.how
+        (x,), grad = ctx.saved_tensors, grads[0]
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise twice_differentiated(spec)
-        x = prepared(x, grad.dtype, grad.shape[0])
-        rows = rule.per_sample_grad(spec, (x,), grad)
-        return grad, None, None, None, *[rows[name] for name in spec.params]
+            raise twice_differentiated(ctx.spec)
+        rows, g = [], as_tokens(grad)
+        if ctx.weight:
+            x = as_tokens(x.to(grad.dtype))  # autocast lets a layer's input and output differ
+            rows.append(products_of_rows(x, g) if ctx.transposed else products_of_rows(g, x))
+        if ctx.bias:
+            rows.append(g.sum(1))
+        return grad, None, None, None, None, *rows
 
 
 _carried = direct_apply(_Carried)

@@ -48,7 +48,7 @@ class LayerRule:
     light: tuple[str, ...] = ()
     # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
     bilinear: tuple[str, ...] = ()
-    # Whether per-sample gradients can be formed in the layer's own backward, of one input alone.
+    # Whether the layer is a linear one, whose per-sample gradients its own backward can form.
     carries: bool = False
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False

@@ -40,7 +40,7 @@ class LinearRule(LayerRule):
 
     def products(self, x: Tensor, g: Tensor) -> Tensor:
         """The weight's per-sample gradients from ``[B, T, d]`` and ``[B, T, p]``."""
-        return _products(g, x)
+        return products_of_rows(g, x)
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         x, g = _tokens(spec, activations, backprops)
@@ -132,7 +132,7 @@ class TransposedLinearRule(LinearRule):
     """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
 
     def products(self, x: Tensor, g: Tensor) -> Tensor:
-        return _products(x, g)
+        return products_of_rows(x, g)
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -160,7 +160,7 @@ def _transposed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g.t() if name == "weight" else g for name, g in grads.items()}
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
+def products_of_rows(left: Tensor, right: Tensor) -> Tensor:
     """``L_i^T R_i`` of each sample's ``[T, p]`` and ``[T, d]``: ``[B, p, d]``."""
     if left.shape[0] == 1:  # a plain product starts sooner than a batched one
         return torch.mm(left[0].t(), right[0]).unsqueeze(0)

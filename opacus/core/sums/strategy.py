@@ -7,7 +7,7 @@ second one. ``OnePass`` (``one_pass.py``) keeps what the sum needs, so that ther
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -75,6 +75,8 @@ class Ghost:
     unreduced: Unreduced | None = None
     # What chooses how records are kept for the sum, where there is one backward pass.
     planner: Planner | None = None
+    # Takes the record of a layer whose backward runs again for the sum.
+    _weigh: Callable[[Record], None]
     # On a GPU: whether the latest sum is not of what was measured; None where that is known.
     doubt: Tensor | None = None
 
@@ -124,10 +126,6 @@ class Ghost:
             self.summed.running.add(record.forward_pass)
         check_sizes(record)
         self.ledger.add(record)
-
-    def _weigh(self, record: Record) -> None:
-        """A layer's backward runs again for the sum."""
-        raise NotImplementedError
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""

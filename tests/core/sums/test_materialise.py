@@ -70,3 +70,28 @@ def test_a_failed_backward_leaves_nothing() -> None:
     private(x).sum().backward()
     for parameter, grad in zip(model.parameters(), want, strict=True):
         torch.testing.assert_close(parameter.grad_sample, grad)
+
+
+class Overwrites(nn.Module):
+    """One layer, used twice; its second input is overwritten once the backward has come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) + 0.0
+
+        def overwrite(grad: Tensor) -> None:
+            with torch.no_grad():
+                hidden.zero_()
+
+        hidden.register_hook(overwrite)
+        return self.layer(hidden)
+
+
+def test_a_use_that_waits_and_is_overwritten_is_refused() -> None:
+    private = GradSampleModule(Overwrites(), loss_reduction="sum")
+    with pytest.raises(RuntimeError, match=r"layer 'layer' .* was changed in place after"):
+        private(torch.randn(4, 3)).sum().backward()
+    assert all(getattr(p, "grad_sample", None) is None for p in private.parameters())

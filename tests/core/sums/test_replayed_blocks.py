@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.norms.kept import Kept
 from opacus.core.norms.ledger import SquaredNorms
 from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
@@ -94,6 +95,32 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
             assert blocks == 0 or at_start <= limit < at_start + 2 * more, limit
     assert sorted(held) == [0, 1, 2, 3, 4]
     assert sorted(held.values()) == [held[blocks] for blocks in range(5)]
+
+
+def test_nothing_is_formed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known how much is held of a block, one that has no room is never begun."""
+    model = build()
+    clip, want = expected(model)
+    made = private(model, clip)
+    dropped: list[int] = []
+    original = Kept.drop
+
+    def drop(self: Kept, *given: Any) -> dict[str, Tensor]:
+        squares = original(self, *given)
+        dropped.append(len(squares))
+        return squares
+
+    monkeypatch.setattr(Kept, "drop", drop)
+    made[0].held_budget = 1 << 30
+    step(made)
+    whole = made[0]._strategy.planner.held_bytes
+    in_vain = {}
+    for budget in range(whole // 3, whole, whole // 12):
+        made[0].held_budget = budget
+        dropped.clear()
+        close(step(made), want)
+        in_vain[budget] = sum(dropped)
+    assert len(dropped) >= 3 and not any(in_vain.values())
 
 
 def test_dropout_and_samples_that_are_not_finite() -> None:

@@ -11,7 +11,8 @@ from opacus.core.privacy.clipping import Clipped, ClippedEach, Factors
 from opacus.core.record.layers import layers_of
 from opacus.core.record.passes import Generation
 from opacus.core.record.record import Record
-from opacus.core.sums.terms import KeptSums, LocalSink, Terms
+from opacus.core.sums import terms as terms_module
+from opacus.core.sums.terms import Bucket, KeptSums, LocalSink, Terms
 from opacus.core.sums.weighting import Weighting
 
 B, D, P = 4, 3, 2
@@ -132,3 +133,14 @@ def test_a_sink_adds_to_gradients_and_can_be_abandoned() -> None:
     torch.testing.assert_close(parameters["a"].grad, kept + factors @ stored)
     torch.testing.assert_close(parameters["b"].grad, 1 + factors @ stored)
     assert torch.equal(before, kept)  # nobody else's gradient is written over
+
+
+def test_a_bucket_takes_what_is_handled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms_module, "BUCKET_ELEMENTS", 10)
+    terms = Terms(rows(B, 3), [], torch.rand(B, dtype=torch.float64), None)
+    bucket = Bucket()
+    assert bucket.takes(11, "a")  # a large one, alone
+    bucket.put("one", terms, 6, "a")
+    assert bucket.takes(4, "a") and not bucket.takes(5, "a") and not bucket.takes(4, "b")
+    bucket.put("two", terms, 4, "a")
+    assert list(bucket.terms) == ["one", "two"] and not bucket.takes(1, "a")

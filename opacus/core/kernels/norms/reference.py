@@ -14,7 +14,12 @@ from torch import Tensor
 
 from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
 from opacus.core.kernels.norms.trusted import TRUSTED
-from opacus.core.platform.sizes import CHUNK_ELEMENTS, SQUARED_ELEMENTS
+from opacus.core.platform.sizes import (
+    CHUNK_ELEMENTS,
+    GROUP_ELEMENTS,
+    SQUARED_ELEMENTS,
+    STACK_ELEMENTS,
+)
 
 # What writing and reading one element of an intermediate result costs, in the
 # multiply-adds that the matrix units do in that time.
@@ -51,14 +56,37 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     few = all(t.is_cuda and 0 < t.shape[0] <= FEW_SAMPLES for t in tensors)
     if not few or any(t.dtype == torch.float64 for t in tensors):
         return _squares(tensors)
-    results: dict[int, Tensor] = {}
-    for dtype in {t.dtype for t in tensors}:  # one dtype a call, or it goes tensor by tensor
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+    results = squares_of_equals(tensors)
+    left = [i for i in range(len(tensors)) if i not in results]
+    for dtype in {tensors[i].dtype for i in left}:  # one dtype a call, or it goes one by one
+        places = [i for i in left if tensors[i].dtype == dtype]
         rows = [row for i in places for row in tensors[i].unbind()]
         norms = torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32)).square()
         parts = norms.split([tensors[i].shape[0] for i in places])
         results |= dict(zip(places, parts, strict=True))
     return [results[i] for i in range(len(tensors))]
+
+
+def squares_of_equals(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """:func:`sum_of_squares` of those that are not large and have equals, by their places.
+
+    Adapters are hundreds of tensors of a few shapes: to copy them together takes the host less time
+    than to launch, and to make, something for each row of each.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, t in enumerate(tensors):
+        if 0 < t.numel() <= GROUP_ELEMENTS:
+            groups.setdefault((t.shape, t.dtype, t.device), []).append(place)
+    results: dict[int, Tensor] = {}
+    for (shape, _, _), places in groups.items():
+        most = max(1, STACK_ELEMENTS // math.prod(shape))
+        for start in range(0, len(places) if len(places) > 1 else 0, most):
+            some = places[start : start + most]
+            rows = torch.stack([tensors[place] for place in some])
+            rows = rows.reshape(len(some) * shape[0], -1)
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows)).square()
+            results |= dict(zip(some, norms.view(len(some), shape[0]).unbind(), strict=True))
+    return results
 
 
 def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
