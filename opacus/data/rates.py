@@ -57,7 +57,7 @@ def _is_uniform(sampler: object, size: int) -> bool:
 
 
 def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
-    """Warns if `data_loader`, which is kept, draws some samples more often than is counted."""
+    """Warns if `data_loader`, which is kept, draws batches in another way than is counted."""
     if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
         return
     sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.batch_sampler)
@@ -68,6 +68,13 @@ def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
             "poisson_sampling=False that epsilon does not hold for the samples it favours. Use "
             "poisson_sampling=True, which replaces it, or weigh the losses instead.",
             type(sampler).__name__,
+        )
+    elif len(data_loader) > 1 and not isinstance(sampler, POISSON):
+        logger.warning(
+            "poisson_sampling=False keeps the batches of data_loader, but privacy is counted as if "
+            "each sample joined each batch by a coin of its own: batches of a shuffled pass can "
+            "cost several times as much (arXiv 2403.17673). Keep poisson_sampling=True, or count "
+            "each pass as one step of sample rate 1."
         )
 
 

@@ -65,7 +65,7 @@ class HeldParameters(AbstractGradSampleHooks):
         if not new:
             return
         if self._held is not None and not self._held.issuperset(name for name, _ in new):
-            self._refuse_unfrozen("build the optimizer from all parameters that are to be trained")
+            self._refuse_unfrozen("the optimizer does not hold them: build it with them")
         if self._guards.sharded():
             self._refuse_unfrozen("FSDP2 has set up its gradients without them")
         accumulation, strategy = self.grad_accumulation_allowed, self._strategy
@@ -89,11 +89,11 @@ class HeldParameters(AbstractGradSampleHooks):
             return []
         return [(name, p) for name, p in self._untapped if p.requires_grad]
 
-    def _refuse_unfrozen(self, advice: str) -> None:
+    def _refuse_unfrozen(self, why: str) -> None:
         names = [name for name, _ in self._unfrozen()]
         raise RuntimeError(
             f"parameters {names[:5]} were made trainable after make_private, and nothing would "
-            f"clip them: {advice}, or freeze them, or make them trainable before make_private"
+            f"clip them: {why}. Make them trainable before make_private, or freeze them"
         )
 
     # --- policy ---

@@ -29,8 +29,9 @@ from opacus.core.ranks.lone_units import LoneSampleOfUnits
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
-from opacus.core.ranks.reduction import ShardedSink, can_reduce
+from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares
+from opacus.core.ranks.shards import can_reduce
 from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.carriers import Carries

@@ -18,6 +18,7 @@ class PrivacySettings:
     _privacy: PrivacyParams
     _parallelism: Single
     _plan: Any = None  # what make_private was asked for
+    _counters: list[Any]
 
     noise_multiplier = Delegated[float]("_privacy")
     max_grad_norm = Delegated[Any]("_privacy")
@@ -28,7 +29,7 @@ class PrivacySettings:
 
     @property
     def plan(self) -> Any:
-        """A Plan, with the noise and C of the next step; None without an engine."""
+        """A Plan, with noise, C and accountant of the next step; None without an engine."""
         if self._plan is None:
             return None
         privacy = self._privacy
@@ -37,6 +38,7 @@ class PrivacySettings:
             self._plan,
             noise_multiplier=privacy.noise_multiplier,
             max_grad_norm=norm if norms is None else tuple(norms),
+            accountant=self._counters[0].accountant.mechanism(),
         )
 
     @plan.setter

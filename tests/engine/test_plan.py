@@ -125,11 +125,13 @@ def test_make_private_makes_a_plan_that_makes_it_again(kw: dict[str, Any]) -> No
 
 
 def test_the_plan_of_a_run_follows_its_schedules() -> None:
-    optimizer = private()[1][1]
+    engine, (_, optimizer, _) = private()
     asked = optimizer.plan
+    engine.accountant = create_accountant("rdp")
     optimizer.noise_multiplier, optimizer.max_grad_norm = 0.7, 0.2
     assert (asked.noise_multiplier, asked.max_grad_norm) == (1.0, 0.5)
     assert (optimizer.plan.noise_multiplier, optimizer.plan.max_grad_norm) == (0.7, 0.2)
+    assert (asked.accountant, optimizer.plan.accountant) == ("pld", "rdp")
     optimizer = private(max_grad_norm=[0.3, 0.4], clipping="per_layer")[1][1]
     optimizer.max_grad_norm = 1.0  # of the whole gradient, so both double
     assert optimizer.plan.max_grad_norm == pytest.approx((0.6, 0.8))

@@ -104,3 +104,17 @@ def test_a_weighted_sampler_is_said(poisson: bool, caplog: pytest.LogCaptureFixt
         private(12, 4, poisson_sampling=poisson, data_loader=loader)
     assert "The WeightedRandomSampler of data_loader" in caplog.text
     assert ("epsilon does not hold" in caplog.text) != poisson
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_batches_of_a_pass_are_said_to_be_no_poisson_batches(
+    poisson: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        private(12, 4, poisson_sampling=poisson)
+        assert ("arXiv 2403.17673" in caplog.text) != poisson
+        caplog.clear()
+        loader = private(12, 4)[2]
+        private(12, 4, data_loader=loader, poisson_sampling=False)  # Poisson batches that are kept
+        private(12, 12, poisson_sampling=False)  # all samples in each batch
+        assert "arXiv" not in caplog.text

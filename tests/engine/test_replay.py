@@ -77,16 +77,29 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.part, x, **options))
 
 
+class InAndOut(nn.Module):
+    """A layer that runs in a checkpoint and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = checkpoint(self.a, x, use_reentrant=False)
+        return self.head(torch.tanh(self.a(torch.tanh(inside))))
+
+
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 5
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
-def test_factors_do_not_pass_through_the_model(mode: str, x: Tensor) -> None:
+@pytest.mark.parametrize("kind", [Signs, InAndOut])
+def test_factors_do_not_pass_through_the_model(kind: type[nn.Module], mode: str, x: Tensor) -> None:
     """A backward that is not linear bounds what comes out: losses times factors would not."""
     torch.manual_seed(0)
-    model = Signs()
+    model = kind()
     total = torch.zeros(sum(p.numel() for p in model.parameters()))
     for row in x:
         model.zero_grad()

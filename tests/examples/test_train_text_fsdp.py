@@ -225,9 +225,9 @@ def test_adapters_are_trained_saved_and_merged(data, tmp_path, capsys):
     assert (folder / "adapters" / "adapter_config.json").is_file()
 
 
-def test_ctrl_c_ends_after_a_step_and_the_run_goes_on(few, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_after_a_step_and_the_run_goes_on(data, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a"
-    given = options(few, checkpoint=folder, **{"no-baseline": True})
+    given = options(data, checkpoint=folder, **{"no-baseline": True})
     plain_call, calls = AfterStep.__call__, []
 
     def pressed(self, loss, samples):
@@ -283,8 +283,8 @@ def scores(rank, world_size):
 
 
 @pytest.mark.slow
-def test_two_processes(few, tmp_path, capsys):
-    for alone, together in run_distributed(many_runs, 2, few, tmp_path, timeout=150):
+def test_two_processes(data, tmp_path, capsys):
+    for alone, together in run_distributed(many_runs, 2, data, tmp_path, timeout=150):
         assert alone == together
         assert 0 < alone < 1
     assert_equal_weights(tmp_path / "immediate", tmp_path / "deferred")
@@ -295,7 +295,7 @@ def test_two_processes(few, tmp_path, capsys):
     # A checkpoint of two processes goes on in one.
     capsys.readouterr()
     script.main(
-        options(few, resume=ends_of_epochs(tmp_path / "deferred")[0], **{"no-baseline": True})
+        options(data, resume=ends_of_epochs(tmp_path / "deferred")[0], **{"no-baseline": True})
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if "tokens/s" in line] == ["epoch 2/3", "epoch 3/3"]

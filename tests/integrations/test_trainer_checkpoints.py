@@ -103,6 +103,8 @@ def test_a_checkpoint_without_an_accountant_is_refused(tmp_path: Path) -> None:
     before = weights(trainer.model)
     with pytest.raises(ValueError, match=r"checkpoint-6 has no privacy\.pt"):
         trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert differ(before, weights(trainer.model)) == 0.0  # nothing was loaded
 
 

@@ -114,6 +114,18 @@ def test_data(tmp_path: Path, data: Any, words: str) -> None:
         DPTrainer(llama(), arguments(tmp_path), train_dataset=data, privacy=PRIVACY)
 
 
+def test_no_privacy_and_no_steps(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"privacy=DPArguments\(.*\) is needed, got NoneType"):
+        DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts())
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=0)
+    privacy = DPArguments(target_epsilon=8.0)
+    trainer = DPTrainer(
+        llama(), args, train_dataset=Texts(), data_collator=collate, privacy=privacy
+    )
+    with pytest.raises(ValueError, match=r"no step would be taken .*num_train_epochs=0"):
+        trainer.train()
+
+
 def test_a_size_that_is_said_twice_or_cannot_be_drawn(tmp_path: Path) -> None:
     privacy = DPArguments(noise_multiplier=1.0, expected_batch_size=8)
     for args, words in (
@@ -125,7 +137,7 @@ def test_a_size_that_is_said_twice_or_cannot_be_drawn(tmp_path: Path) -> None:
 
 
 def test_other_refusals(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"privacy must be DPArguments"):
+    with pytest.raises(TypeError, match=r"privacy=DPArguments.*needed"):
         DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=1.0)
     with pytest.raises(ValueError, match=r"delta=0.5 protects nobody among 12"):
         privacy = DPArguments(noise_multiplier=1.0, delta=0.5)

@@ -178,3 +178,6 @@ def test_losses_of_dpo_that_join_pairs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"loss_type=\['aot'\] is not supported"):
         run(DPDPOTrainer, tmp_path, preferences(), "DPOConfig", loss_type=["aot"],
             privacy=DPArguments(noise_multiplier=1.0), ref_model=llama())  # fmt: skip
+    with pytest.raises(ValueError, match="torch_compile=True is not supported with pairs"):
+        run(DPDPOTrainer, tmp_path, preferences(), "DPOConfig", torch_compile=True,
+            privacy=DPArguments(noise_multiplier=1.0), ref_model=llama())  # fmt: skip

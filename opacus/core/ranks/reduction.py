@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,44 +16,11 @@ from opacus.core.kernels.sums.weighted_sum import can_batch, weighted_sums
 from opacus.core.platform.host_copies import to_host
 from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
-from opacus.core.platform.sharded import compute_device, is_dtensor, local_of
+from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
-from opacus.core.platform.torch_internals import as_sharded
-from opacus.core.sums.terms import Bucket, Terms, add_to_grad
+from opacus.core.ranks.shards import Shards, add_shard, shards_of
+from opacus.core.sums.terms import Bucket, Terms
 from opacus.core.sums.unreduced import Unreduced
-
-
-@dataclass(frozen=True)
-class Shards:
-    """How a parameter lies on the ranks.
-
-    Attributes:
-        group: Ranks that hold its different shards.
-        replicas: Ranks that hold the same shard (HSDP), or ``None``.
-        world: Number of shards W.
-        dim: Dimension that is cut.
-        size: Elements of the largest shard, which all are padded to.
-        dtype: Type in which gradients are summed.
-        home: Kind of device that the shards wait on: the CPU's under ``CPUOffloadPolicy``.
-    """
-
-    group: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
-    world: int
-    dim: int
-    size: int
-    dtype: torch.dtype
-    home: str
-
-    @property
-    def elements(self) -> int:
-        """Elements of the padded whole."""
-        return self.world * self.size
-
-    @property
-    def reduction(self) -> Hashable:
-        """Equal for parameters that can be reduced together."""
-        return self.group, self.replicas, self.dtype
 
 
 @dataclass
@@ -292,56 +259,6 @@ class ShardedSink:
             "_leaving": [],
         }
         return {**self.__dict__, **transient, "holding": False}
-
-
-def add_shard(parameter: Any, values: Tensor) -> None:
-    """Add to the gradient of a sharded parameter.
-
-    Args:
-        parameter: Sharded by FSDP2.
-        values: Flat; starts with this rank's shard of what is added.
-    """
-    local = local_of(parameter)
-    size = local.numel()
-    own = (values if values.numel() == size else values[:size]).view(local.shape)
-    if own.dtype != local.dtype or own.device != local.device:
-        own = own.to(device=local.device, dtype=local.dtype)
-    add_to_grad(parameter, as_sharded(own, parameter))
-
-
-def can_reduce(placements: Sequence[Any]) -> bool:
-    """Whether :class:`ShardedSink` takes it: sharded on one axis, the last of one or two."""
-    axes = [axis for axis, place in enumerate(placements) if place.is_shard()]
-    return axes == [len(placements) - 1] and len(placements) <= 2
-
-
-def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
-    """How ``parameter`` lies on the ranks.
-
-    Raises:
-        ValueError: It is not sharded along exactly one mesh axis, the last one.
-    """
-    places = parameter.placements if is_dtensor(parameter) else ()
-    if not can_reduce(places):
-        raise ValueError(
-            f"parameter '{name}' has placements {places}: the *_fsdp_bk modes need FSDP2 on a "
-            "mesh with one axis, or (replicate, shard). Use the mode without _bk"
-        )
-    mesh, axis = parameter.device_mesh, len(places) - 1
-    dim = getattr(places[axis], "dim", 0)
-    world = mesh.size(axis)
-    rows = -(-parameter.shape[dim] // world)
-    rest = parameter.numel() // max(1, parameter.shape[dim])
-    wide = torch.float64 if parameter.dtype == torch.float64 else dtype
-    return Shards(
-        group=mesh.get_group(axis),
-        replicas=mesh.get_group(0) if axis else None,
-        world=world,
-        dim=dim,
-        size=rows * rest,
-        dtype=wide,
-        home=local_of(parameter).device.type,
-    )
 
 
 def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:

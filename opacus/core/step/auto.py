@@ -19,7 +19,7 @@ from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.platform.sharded import compute_device, is_dtensor, is_fsdp
 from opacus.core.platform.sizes import STORED_SHARE
 from opacus.core.platform.torch_internals import compute_dtypes, tensor_parallel_names
-from opacus.core.ranks.reduction import can_reduce
+from opacus.core.ranks.shards import can_reduce
 from opacus.core.step.modes import MODES, Mode
 
 

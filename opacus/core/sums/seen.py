@@ -91,7 +91,8 @@ class Seen:
         return [
             (a, b, sight.tolerance)
             for known, sight in zip(before, now, strict=True)
-            for a, b in zip(known.norms, sight.norms, strict=True)
+            # A use outside of a checkpoint may have come before one inside was computed again.
+            for a, b in zip(known.norms, sight.norms, strict=False)
         ]
 
 
@@ -143,11 +144,11 @@ def compared(seen: Seen, advice: str) -> Tensor | None:
 
 
 def _norms(record: Record, everything: bool) -> list[Tensor]:
-    """``[rows]`` norms of each tensor of the record that may have changed."""
+    """``[rows]`` norms of each tensor of the record that may have changed, backprops first."""
     backprops = record.backprops
     tensors = list(backprops) if isinstance(backprops, tuple) else [backprops]
     if record.recomputed or everything:
-        tensors = record.tensors
+        tensors += record.tensors[: -len(tensors)]
     return [_row_norms(t, record.batch) for t in tensors if t.dim()]
 
 

@@ -50,9 +50,11 @@ def read_privacy(folder: str) -> dict[str, Any]:
     """What :func:`save_privacy` wrote.
 
     Raises:
-        ValueError: It is missing, or of another step than Trainer's own state.
+        ValueError: Folder or file are missing, or it is of another step than Trainer's own state.
     """
     path = Path(folder) / FILE
+    if not path.parent.is_dir():
+        raise ValueError(f"resume_from_checkpoint={str(folder)!r}: there is no such folder")
     if not path.is_file():
         raise ValueError(
             f"{folder} has no {FILE}, so what its model has spent is not known: it was saved "

@@ -77,9 +77,12 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     # Rows that an example has in the model's layers.
     rows_per_example = 1
 
-    def __init__(self, *args: Any, privacy: DPArguments, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, privacy: DPArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(privacy, DPArguments):
-            raise TypeError(f"privacy must be DPArguments(...), got {type(privacy).__name__}")
+            raise TypeError(
+                "privacy=DPArguments(target_epsilon=..., delta=...) is needed, got "
+                f"{type(privacy).__name__}"
+            )
         refuse_overridden_loss(type(self), DPTrainerMixin)
         for value in (*args, kwargs.get("args")):
             if isinstance(value, TrainingArguments):
@@ -316,6 +319,11 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         return self.model_wrapped, loader
 
     def _make_private(self, max_steps: int, loader: Any) -> Any:
+        if max_steps < 1:
+            raise ValueError(
+                f"no step would be taken (max_steps={self.args.max_steps}, "
+                f"num_train_epochs={self.args.num_train_epochs}): give at least one"
+            )
         if self._sigma is None:
             self._sigma = get_noise_multiplier(
                 target_epsilon=self.privacy.target_epsilon,

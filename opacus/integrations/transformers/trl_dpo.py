@@ -92,6 +92,11 @@ def refuse_dpo_arguments(args: Any) -> None:
             f"loss_type={unknown} is not supported in private training (aot losses sort the pairs "
             f"of a batch, sft is a mean over its tokens): use some of {list(_LOSSES)}"
         )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True is not supported with pairs: that both rows of a pair are one "
+            "example is seen operation by operation, not in compiled blocks. Leave it out"
+        )
     for name, plain in (
         ("ld_alpha", None),
         ("f_divergence_type", "reverse_kl"),

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from opacus.core.ranks import reduction
-from opacus.core.ranks.reduction import ShardedSink, Shards, can_reduce, shards_of
+from opacus.core.ranks.reduction import ShardedSink
+from opacus.core.ranks.shards import Shards, can_reduce, shards_of
 from opacus.core.sums import terms as terms_module
 from opacus.core.sums.terms import Terms
 from tests.helpers.distributed import progress, run_distributed

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from opacus.core.platform import sharded
 from opacus.core.platform.sizes import STORED_SHARE
-from opacus.core.ranks.reduction import can_reduce
+from opacus.core.ranks.shards import can_reduce
 from opacus.core.step import auto
 from opacus.core.step.auto import Facts, choose_mode, chosen_for, facts_of
 from opacus.core.step.modes import AUTO, MODES, mode_of

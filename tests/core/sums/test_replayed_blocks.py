@@ -80,7 +80,7 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_module, "in_use", in_use)
     held = {}
-    for limit in range(25_000, 75_000, 2_500):
+    for limit in range(38_000, 71_000, 3_000):
         made[0]._strategy.limits.peak = limit
         made[0]._limited()
         for _ in range(2):
