@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,6 +172,7 @@ class _Keyed(Sampler[list[int]]):
 
     Attributes:
         key: where the coins come from; see `opacus.core.key.RunKey`.
+        sample_rate: probability with which a sample joins a batch; steps are counted at it.
         draws: what is known of the batches that were drawn.
         cyclic: whether all passes have the same batches.
         first: number of the batch that the next pass begins with.
@@ -181,7 +183,7 @@ class _Keyed(Sampler[list[int]]):
     draws: Draws
     _split: tuple[bytes, Tensor] | None = None  # of cyclic passes: its key, and parts of the items
 
-    _sample_rate: float
+    sample_rate: float
     _shared = False
     cyclic = False
     latest = -1  # not told: parts come in the order of a pass
@@ -201,10 +203,13 @@ class _Keyed(Sampler[list[int]]):
         secure = isinstance(generator, SystemGenerator)
         self.key = RunKey(generator, secure=secure, shared=self._shared)
 
-    @property
-    def sample_rate(self) -> float:
-        """Probability with which a sample joins a batch; fixed, as steps are counted at it."""
-        return self._sample_rate
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "sample_rate" and self.__dict__.get(name, value) != value:
+            raise AttributeError(
+                f"sample_rate of a {type(self).__name__} stays {self.sample_rate}, got {value!r}: "
+                "steps are counted at it. Make another sampler for another rate"
+            )
+        super().__setattr__(name, value)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -307,7 +312,7 @@ class UniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("num_samples", num_samples, sample_rate, steps)
         self.num_samples = num_samples
-        self._sample_rate = sample_rate
+        self.sample_rate = sample_rate
         self.cyclic = cyclic
         self._set_key(generator)
         self.steps = _steps_per_epoch(sample_rate) if steps is None else steps
@@ -373,7 +378,7 @@ class DistributedUniformWithReplacementSampler(_Keyed):
     ) -> None:
         _check_sizes("total_size", total_size, sample_rate, steps)
         self.total_size = total_size
-        self._sample_rate = sample_rate
+        self.sample_rate = sample_rate
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
         self.cyclic = cyclic

@@ -373,3 +373,11 @@ def test_bad_arguments_of_the_distributed_sampler(on_ranks) -> None:
         on_ranks(2, total_size=0, sample_rate=0.1)
     with pytest.raises(ValueError, match="sample_rate"):
         on_ranks(2, total_size=5, sample_rate=2.0)
+
+
+def test_the_rate_at_which_steps_are_counted_is_fixed() -> None:
+    sampler = UniformWithReplacementSampler(num_samples=100, sample_rate=0.1)
+    sampler.sample_rate = 0.1
+    with pytest.raises(AttributeError, match=r"stays 0\.1, got 0\.9: steps are counted at it"):
+        sampler.sample_rate = 0.9
+    assert sampler.sample_rate == 0.1
