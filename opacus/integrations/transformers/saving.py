@@ -26,6 +26,7 @@ class PrivateSaving:
     state: Any
     privacy_engine: Any
     delta: float
+    _gathered: Any = None  # the weights, while a sharded model is saved
 
     def guarantee(self) -> Guarantee:
         """What has been guaranteed so far."""
@@ -41,10 +42,18 @@ class PrivateSaving:
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             self.guarantee().write(self.args.output_dir)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; all ranks gather shards, also where only one of them writes."""
+        self._gathered = checkpoints.whole_weights(self.model) if self._sharded else None
+        try:
+            super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
+        finally:
+            self._gathered = None
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = self.args.output_dir if output_dir is None else output_dir
-        if self._sharded and state_dict is None:
-            state_dict = checkpoints.whole_weights(self.model)
+        if state_dict is None:
+            state_dict = self._gathered
         super()._save(folder, state_dict=state_dict)  # type: ignore[misc]
         if not self.args.should_save:
             return
