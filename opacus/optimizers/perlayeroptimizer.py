@@ -23,10 +23,11 @@ class DPPerLayerOptimizer(DPOptimizer):
     def _set_up(self) -> None:
         super()._set_up()
         check_norm_count(self._privacy.max_grad_norms or self.max_grad_norm, len(self.params))
+        self._limited = list(self.params)  # in the order of the norms; some may be frozen later
 
     @property
     def max_grad_norms(self) -> list[float]:
-        """Clipping norm of each parameter, in the order of ``params``."""
+        """Clipping norm of each parameter, in the order ``params`` had in ``make_private``."""
         return self._privacy.max_grad_norms or []
 
     @max_grad_norms.setter
@@ -36,7 +37,14 @@ class DPPerLayerOptimizer(DPOptimizer):
     def _clip(self, used: list[nn.Parameter], samples: list[Tensor]) -> list[Clipped]:
         if not samples:
             return []
-        limit_of = {id(p): c for p, c in zip(self.params, self.max_grad_norms, strict=True)}
+        limit_of = {id(p): c for p, c in zip(self._limited, self.max_grad_norms, strict=True)}
+        for parameter in used:
+            if id(parameter) not in limit_of:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has no clipping norm: it was "
+                    "frozen in make_private, which takes one norm for each trainable parameter. "
+                    "Make it trainable before"
+                )
         limits = {str(i): limit_of[id(p)] for i, p in enumerate(used)}
         norms = {str(i): norm for i, norm in enumerate(self._norms(samples))}
         clipped = clip_each(norms, limits)
