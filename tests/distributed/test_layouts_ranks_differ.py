@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
-from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.distributed import attempt, run_distributed
 
 N, B, CLIP = 12, 6, 2.0
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", False)]
@@ -120,15 +118,6 @@ def make_private(net: nn.Module, mode: str, deferred: bool, **kwargs: Any) -> An
         "deferred_norm": deferred,
     }
     return PrivacyEngine().make_private(**{**arguments, **kwargs})
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns, or the trace of what it raises: one case, one failure."""
-    progress(f"{function.__name__}{args}")
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()
 
 
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:

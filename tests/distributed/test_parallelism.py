@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
-from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.distributed import attempt, run_distributed
 
 B, T, STEPS = 6, 4, 2
 # Rows of the batch on each of the ranks that hold different samples.
@@ -330,15 +329,6 @@ def noise_of(rank: int, name: str) -> dict[str, Tensor]:
     criterion(module(inputs), targets).backward()
     optimizer.step()
     return {n: p.grad.to_local().clone() for n, p in net.named_parameters()}
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns, or the trace of what it raises: one case, one failure."""
-    progress(f"{function.__name__}{args}")
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()
 
 
 def train(rank: int, layout: Layout, mode: str, deferred: bool, clip: float) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from opacus.core.sums.strategy import Phase
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
-from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.distributed import attempt, run_distributed
 
 B, CLIP, STEPS = 6, 1.0, 2
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", True)]
@@ -88,15 +87,6 @@ def make_private(net: nn.Module, mode: str, **kwargs: Any) -> Any:
         "data_layout": "replicated",
     }
     return engine.make_private(**{**arguments, **kwargs})
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns, or the trace of what it raises: one case, one failure."""
-    progress(f"{function.__name__}{args}")
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()
 
 
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:

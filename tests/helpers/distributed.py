@@ -73,6 +73,15 @@ def progress(case: Any) -> None:
     faulthandler.dump_traceback_later(time_left, file=_RANK["stacks"])
 
 
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns, or the trace of what it raises: one case, one failure."""
+    progress(f"{function.__name__}{args}")
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
+
+
 class DistributedTestError(AssertionError):
     """A rank raised, died or hung; the message holds what every rank had to say."""
 

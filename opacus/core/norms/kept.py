@@ -145,7 +145,7 @@ class Queue:
         """
         record.keep()
         self.records.append(record)
-        self._bytes += _bytes_of(record)
+        self._bytes += record.backprop_bytes
         out: list[Record] = []
         index = 0
         while self._budget is not None and self._bytes > self._budget and index < len(self.records):
@@ -154,7 +154,7 @@ class Queue:
                 index += 1
                 continue
             del self.records[index]
-            self._bytes -= _bytes_of(oldest)
+            self._bytes -= oldest.backprop_bytes
             oldest.check_unchanged()
             out.append(oldest)
         return out
@@ -177,9 +177,3 @@ def add_rows(known: Tensor, grad: Tensor) -> Tensor:
         return known + grad
     rows = max(known.shape[0], grad.shape[0])
     return pad_rows(known, rows) + pad_rows(grad, rows)
-
-
-def _bytes_of(record: Record) -> int:
-    """Bytes that the record keeps alive beyond the graph: its backprops."""
-    grads = record.backprops if isinstance(record.backprops, tuple) else (record.backprops,)
-    return sum(g.numel() * g.element_size() for g in grads)

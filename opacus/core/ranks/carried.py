@@ -35,7 +35,7 @@ from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import Place, WholeSink
+from opacus.core.record.whole import Place, WholeSink, put_originals
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -203,9 +203,7 @@ class Carried:
         put_back(off)
         for hooks in carrying.hooks:
             hooks.carriers = ()
-        for own, local, parameter, alias in places:
-            if own.get(local) is alias:
-                own[local] = parameter
+        put_originals(places)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {

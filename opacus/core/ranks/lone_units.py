@@ -35,6 +35,7 @@ from opacus.core.record.whole import (
     WholeUse,
     names_of,
     put_aliases,
+    put_originals,
     trainable,
 )
 from opacus.core.sums.limits import Limits
@@ -127,9 +128,7 @@ class LoneSampleOfUnits(LoneSample):
     def _out(self) -> None:
         _, places, off = self._entered.pop()
         put_back(off)
-        for own, local, parameter, alias in places:
-            if own.get(local) is alias:
-                own[local] = parameter
+        put_originals(places)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_use": None, "_entered": [], "_units": {}}

@@ -99,6 +99,9 @@ class Single:
         if self.correlation is not None:
             self.key.advance(NOISE)
 
+    def check(self, sums: Iterable[Tensor]) -> None:
+        """Refuse sums that do not lie on the ranks as noise is drawn for them."""
+
     def noise(self, std: float, reference: Tensor) -> Tensor:
         """Noise by itself, other noise in each call.
 
@@ -106,6 +109,7 @@ class Single:
             std: Standard deviation.
             reference: A gradient; the noise has its shape, layout and device.
         """
+        self.check([reference])
         number = self.key.advance(APART)
         noise = torch.zeros_like(reference, dtype=wide_dtype(reference))
         if std:
@@ -132,6 +136,7 @@ class Single:
         Returns:
             The results, formed when they are asked for.
         """
+        self.check(sums)
         past = [] if self.correlation is None else self.correlation.past(self.key.step, std)
         step = self.key.advance(NOISE)
         names = [str(place) for place in range(len(sums))] if names is None else names
@@ -225,20 +230,8 @@ class Sharded(Single):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def noise(self, std: float, reference: Tensor) -> Tensor:
-        check_gradients_sharded([reference])
-        return super().noise(std, reference)
-
-    def noised(
-        self,
-        std: float,
-        sums: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        in_place: bool = False,
-        names: Sequence[str] | None = None,
-    ) -> Iterable[Tensor]:
+    def check(self, sums: Iterable[Tensor]) -> None:
         check_gradients_sharded(sums)
-        return super().noised(std, sums, dtypes, in_place, names)
 
     def draws_shared_noise(self) -> bool:
         return self.rank == 0

@@ -243,6 +243,12 @@ class Record:
         """Number of elements of activations and backprops."""
         return sum(t.numel() for t in self.tensors)
 
+    @property
+    def backprop_bytes(self) -> int:
+        """What it keeps alive beyond the graph."""
+        grads = self.backprops if isinstance(self.backprops, tuple) else (self.backprops,)
+        return sum(g.nbytes for g in grads)
+
     def keep(self) -> None:
         """It is used once the backward pass has gone on: copy what is borrowed."""
         if self.borrowed:

@@ -256,6 +256,13 @@ def put_aliases(found: Sequence[Trainable], use: WholeUse) -> list[Place]:
     return places
 
 
+def put_originals(places: Iterable[Place]) -> None:
+    """Parameters are back where their aliases still are."""
+    for own, local, parameter, alias in places:
+        if own.get(local) is alias:
+            own[local] = parameter
+
+
 class _Aliases(torch.autograd.Function):
     """Aliases of the parameters; see Note [Parameters through one node]."""
 

@@ -234,9 +234,7 @@ class Planner:
         visit = None if self.blocks is None else self.blocks.of(record)
         if visit is not None and self.budget_bytes is not None:
             visit.seen += sum(t.nbytes for t in record.tensors)
-            given = record.backprops
-            backprops = given if isinstance(given, tuple) else (given,)
-            visit.backprops += sum(t.nbytes for t in backprops)
+            visit.backprops += record.backprop_bytes
             visit.names.add(record.spec.name)
             visit.owners.update(record.layer.owners[n] for n in record.spec.params)
 
