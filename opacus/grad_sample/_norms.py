@@ -156,25 +156,24 @@ class OrdinaryNorms:
 
     def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample; see :meth:`receive`."""
-        if not self._recorder.enabled:
-            return
-        self._note(forward_pass, list(grads))
-        generation = forward_pass.generation
-        if self._generation is not generation or forward_pass in self._passes:
-            self._ledger, self._generation = NormLedger(1), generation
-            self._passes.clear()
-            self._norms.whole = None
-        assert self._ledger is not None
-        self._passes.add(forward_pass)
-        self._ledger.kept.add_whole(grads)
-        self._norms.publish(self._ledger.known())
+        if self._recorder.enabled:
+            ledger = self._ledger_of(forward_pass, list(grads), 1)
+            ledger.kept.add_whole(grads)
+            self._norms.publish(ledger.known())
 
     def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """Per-sample gradients ``[B, *shape]`` that had no records; see :meth:`receive`."""
         rows = forward_pass.batch
         if not self._recorder.enabled or not rows:
             return
-        self._note(forward_pass, list(grads))
+        ledger = self._ledger_of(forward_pass, list(grads), rows)
+        scaled = {owner: grad * rows if self._mean else grad for owner, grad in grads.items()}
+        ledger.take_formed(scaled, {owner: owner for owner in grads})
+        self._norms.publish(ledger.known())
+
+    def _ledger_of(self, forward_pass: ForwardPass, parameters: list[str], rows: int) -> NormLedger:
+        """Where norms of a pass on so many rows go; a new one for a new pass of the model."""
+        self._note(forward_pass, parameters)
         generation = forward_pass.generation
         if self._generation is not generation or forward_pass in self._passes:
             self._ledger, self._generation = NormLedger(rows), generation
@@ -182,9 +181,7 @@ class OrdinaryNorms:
             self._norms.forget()
         assert self._ledger is not None
         self._passes.add(forward_pass)
-        scaled = {owner: grad * rows if self._mean else grad for owner, grad in grads.items()}
-        self._ledger.take_formed(scaled, {owner: owner for owner in grads})
-        self._norms.publish(self._ledger.known())
+        return self._ledger
 
     def _note(self, forward_pass: ForwardPass | None, parameters: list[str]) -> None:
         if forward_pass is None or not parameters or not trains():

@@ -63,7 +63,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     A first backward pass gives the norms, the clip rule gives the factors, a second
     pass forms the clipped sum; the criterion of
     :class:`~opacus.utils.fast_gradient_clipping_utils.DPLossFastGradientClipping` runs
-    all three. OrdinaryNorms ``backward()`` leaves no parameter gradient behind.
+    all three. An ordinary ``backward()`` leaves no parameter gradient behind.
 
     Deferred norms: the backward hook only keeps the record of a layer, without
     touching a parameter or a collective; :meth:`compute_all_norms_parallel` computes

@@ -38,14 +38,8 @@ class DPPerLayerOptimizer(DPOptimizer):
         if not samples:
             return []
         limit_of = {id(p): c for p, c in zip(self._limited, self.max_grad_norms, strict=True)}
-        for parameter in used:
-            if id(parameter) not in limit_of:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has no clipping norm: it was "
-                    "frozen in make_private, which takes one norm for each trainable parameter. "
-                    "Make it trainable before"
-                )
-        limits = {str(i): limit_of[id(p)] for i, p in enumerate(used)}
-        norms = {str(i): norm for i, norm in enumerate(self._norms(samples))}
+        names = [f"{i}, of shape {tuple(p.shape)}" for i, p in enumerate(used)]
+        limits = {n: limit_of[id(p)] for n, p in zip(names, used, strict=True) if id(p) in limit_of}
+        norms = dict(zip(names, self._norms(samples), strict=True))
         clipped = clip_each(norms, limits)
         return [Clipped(clipped.of(name), clipped.excluded) for name in norms]

@@ -69,3 +69,26 @@ def test_a_parameter_without_a_norm_is_refused() -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"no clipping norm|made trainable"):
         step(module, optimizer, x)
     assert torch.equal(model[2].weight, before)
+
+
+def test_ghost_modes_refuse_it_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+    data = TensorDataset(torch.zeros(32, 4), torch.zeros(32, dtype=torch.long))
+    module, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=NORMS[:3],
+        clipping="per_layer",
+        grad_sample_mode="ghost",
+    )
+    model[0].bias.requires_grad_(True)
+    before = model[2].weight.detach().clone()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"\['0\.bias'\] have no clipping norm"):
+        criterion(module(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long)).backward()
+    assert torch.equal(model[2].weight, before) and model[2].weight.grad is None

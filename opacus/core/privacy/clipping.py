@@ -157,7 +157,16 @@ def clip_each(norms: Mapping[str, Tensor], limits: Mapping[str, float]) -> Clipp
 
     Guarantee: the sum changes by at most ``sqrt(sum_p C_p^2)`` in L2 norm when one
     sample is removed.
+
+    Raises:
+        ValueError: A parameter has no clipping norm; names it.
     """
+    unlimited = [name for name in norms if name not in limits]
+    if unlimited:
+        raise ValueError(
+            f"parameters {unlimited[:5]} have no clipping norm: they were frozen in make_private, "
+            "which takes one norm for each trainable parameter. Make them trainable before"
+        )
     clipped = {name: clip_flat(value, limits[name]) for name, value in norms.items()}
     excluded = torch.stack([c.excluded for c in clipped.values()]).any(0)
     by_name = {n: c.factors.masked_fill(excluded, 0.0) for n, c in clipped.items()}
