@@ -18,6 +18,7 @@ from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
+from opacus.core.ranks.least import Least
 from opacus.core.ranks.shards import Shards, add_shard, shards_of
 from opacus.core.sums.terms import Bucket, Terms
 from opacus.core.sums.unreduced import Unreduced
@@ -62,6 +63,8 @@ class ShardedSink:
         # Shards on their way to host memory, and the event at which they are there.
         self._leaving: list[tuple[list[str], Tensor, Any]] = []
         self.reductions = 0  # started so far, the same number on all ranks
+        self.foretold = 0  # the same of what has been foretold
+        self._early: Least | None = None  # whether all were certain, and the least of the numbers
         self.unreduced = Unreduced()
         self.holding = False  # whether the sums that are put now wait for later ones
 
@@ -134,11 +137,26 @@ class ShardedSink:
         ]
         return sum(here) / max(1, sum(p.numel() for p in self.parameters.values()))
 
+    def foretell(self, certain: bool, numbers: Sequence[int]) -> None:
+        """See :class:`~opacus.core.sums.terms.GradientSink`: nothing waits for the answer yet."""
+        self._early = Least([int(certain and not self.unreduced.wanted), *numbers], self._groups)
+        self.foretold += 1
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
-        """A block is replayed if any rank that has a shard of it wants to: all gather it."""
+        """A block is replayed if any rank that has a shard of it wants to: all gather it.
+
+        Where all ranks have foretold that none wants to, that is known without asking again.
+        """
         result = [wanted for _, wanted in blocks]
+        early, self._early = self._early, None
+        if early is not None:
+            certain, *known = early.read()
+            if certain:
+                assert not any(result)
+                self.holding = False
+                return result, known
         waits = self.unreduced.wanted and self._has_room()
         least = [int(waits), *numbers]
         groups: dict[Any, list[int]] = {group: [] for group in self._groups}
@@ -179,7 +197,7 @@ class ShardedSink:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
         self._bucket, self._small, self._flying = Bucket(), {}, []
-        self._leaving = []
+        self._leaving, self._early = [], None
 
     def _launch(self) -> None:
         waiting, self._bucket = self._bucket.terms, Bucket()
@@ -257,6 +275,7 @@ class ShardedSink:
             "_small": {},
             "_flying": [],
             "_leaving": [],
+            "_early": None,
         }
         return {**self.__dict__, **transient, "holding": False}
 

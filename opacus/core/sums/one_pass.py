@@ -95,6 +95,8 @@ class OnePass(Ghost):
             spare=limits.spare,
             again=limits.again,
         )
+        if self._shared:
+            self.sink.foretell(self.planner.forecast.certain, limits.numbers)
         start, moments = moment(), self.planner.report.moments
         with self._running_out():
             super().norm_pass(losses, retain_graph)

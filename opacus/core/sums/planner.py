@@ -24,6 +24,7 @@ from opacus.core.platform.memory import in_use
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
+from opacus.core.sums.forecast import Forecast, Standing
 from opacus.core.sums.rates import host_rate, rates_of
 from opacus.core.sums.report import Report
 from opacus.core.sums.rounding import Rounding
@@ -56,6 +57,7 @@ class Planner:
         self.largest_block = 0  # bytes that are held of the block with the most
         self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
         self.report = Report()
+        self.forecast = Forecast()
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
@@ -101,6 +103,19 @@ class Planner:
             self.blocks.start()
         if self.rounding is not None:
             self.rounding.start()
+        self._foretell()
+
+    def _foretell(self) -> None:
+        """Whether blocks may have to run again; see :mod:`opacus.core.sums.forecast`."""
+        shapes = () if self.blocks is None else self.blocks.shapes
+        if not shapes or self.budget_bytes is None:
+            self.forecast.clear()
+        elif self._forced:
+            self.forecast.doubt()
+        else:
+            spare, limits = self._spare, (self.peak_bytes, self._most)
+            peak, held = [None if n is None else n - spare for n in limits]
+            self.forecast.start((shapes, self.rounding is None), Standing(in_use(), peak, held))
 
     @property
     def limited(self) -> bool:
@@ -176,7 +191,9 @@ class Planner:
         later = self.blocks.waiting * visit.bytes
         if len(self.blocks.chosen) < self._forced:
             return False
-        return self.held_bytes + later + more <= self.budget_bytes
+        spare = self.budget_bytes - self.held_bytes - later - more
+        self.forecast.saw(spare)
+        return spare >= 0
 
     def _look(self, visit: Visit) -> None:
         """In a new block: what may be held follows from the memory that is in use now."""
@@ -193,7 +210,8 @@ class Planner:
             self.report.expect(in_use() + self._transient)
         # Of a block that has room as a whole, nothing need be remembered to compare a replay with.
         known = visit.block.held_before.get(visit.shapes)
-        visit.stays = known is not None and self._has_room(visit, known)
+        has_room = known is not None and self._has_room(visit, known)
+        visit.stays = has_room or self.forecast.certain
         self._remember(before)
 
     def _remember(self, visit: Visit | None) -> None:
@@ -208,6 +226,7 @@ class Planner:
     def settled(self) -> None:
         """The backward pass is over: what is in use beside what is held is there in each step."""
         self._remember(self._looked)
+        self.forecast.finish()
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
             self.report.expect(self._base + self.held_bytes + self._in_sum)

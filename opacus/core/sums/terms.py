@@ -44,6 +44,14 @@ class GradientSink(Protocol):
     def bytes_of_element(self) -> float:
         """Memory that a parameter's sum takes for good, an element of the whole parameter."""
 
+    def foretell(self, certain: bool, numbers: Sequence[int]) -> None:
+        """Before a backward pass after which processes :meth:`agree`: the same place on all.
+
+        Args:
+            certain: Whether this process will not want any block to be replayed.
+            numbers: Those of :meth:`agree`.
+        """
+
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
     ) -> tuple[list[bool], list[int]]:
@@ -269,6 +277,9 @@ class LocalSink:
     def bytes_of_element(self) -> float:
         """See :class:`GradientSink`: gradients have their parameters' dtypes."""
         return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
+
+    def foretell(self, certain: bool, numbers: Sequence[int]) -> None:
+        """See :class:`GradientSink`: nobody listens."""
 
     def agree(
         self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
