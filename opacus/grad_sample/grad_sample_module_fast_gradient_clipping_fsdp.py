@@ -223,9 +223,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             raise
 
     def _reductions(self) -> tuple[int, int]:
-        """How often gradients have been reduced past FSDP2, and ranks have compared numbers."""
+        """How often gradients have been reduced, and ranks asked, past FSDP2."""
         sink = getattr(self._strategy, "sink", None)
-        return getattr(sink, "reductions", 0), getattr(sink, "foretold", 0)
+        return getattr(sink, "reductions", 0), getattr(sink, "questions", 0)
 
     @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:

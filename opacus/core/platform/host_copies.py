@@ -6,7 +6,6 @@ On a CPU a copy is made each way at once, so that the same code is tested there.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,11 +55,6 @@ def wait_for(device: torch.device) -> None:
     """The host waits for what has been asked of a device on the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def beside(device: torch.device) -> AbstractContextManager[Any]:
-    """What is asked of a GPU in here does not wait for what its stream computes."""
-    return torch.cuda.stream(_side(device)) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
-from opacus.core.ranks.least import Least
+from opacus.core.ranks.asked import Asked
 from opacus.core.ranks.shards import Shards, add_shards, shards_of
 from opacus.core.sums.terms import Bucket, Terms
 from opacus.core.sums.unreduced import Unreduced
@@ -78,11 +78,10 @@ class ShardedSink:
         self._flying: list[_Reduction] = []
         # Shards on their way to host memory, and the event at which they are there.
         self._leaving: list[tuple[list[str], Tensor, Any]] = []
-        self.reductions = 0  # started so far, the same number on all ranks
-        self.foretold = 0  # the same of what has been foretold
-        self._early: Least | None = None  # whether all were certain, and the least of the numbers
+        self.reductions = self.questions = 0  # started so far, the same numbers on all ranks
         self.unreduced = Unreduced()
         self.holding = False  # whether the sums that are put now wait for later ones
+        self._asked: Asked | None = None
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
@@ -153,43 +152,37 @@ class ShardedSink:
         ]
         return sum(here) / max(1, sum(p.numel() for p in self.parameters.values()))
 
-    def foretell(self, certain: bool, numbers: Sequence[int]) -> None:
-        """See :class:`~opacus.core.sums.terms.GradientSink`: nothing waits for the answer yet."""
-        self._early = Least([int(certain and not self.unreduced.wanted), *numbers], self._groups)
-        self.foretold += 1
-
-    def agree(
-        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
-    ) -> tuple[list[bool], list[int]]:
-        """A block is replayed if any rank that has a shard of it wants to: all gather it.
-
-        Where all ranks have foretold that none wants to, that is known without asking again.
-        """
-        result = [wanted for _, wanted in blocks]
-        early, self._early = self._early, None
-        if early is not None:
-            certain, *known = early.read()
-            if certain:
-                assert not any(result)
-                self.holding = False
-                return result, known
+    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
+        """See :class:`~opacus.core.sums.terms.GradientSink`; also whether sums may wait."""
         waits = self.unreduced.wanted and self._has_room()
-        least = [int(waits), *numbers]
-        groups: dict[Any, list[int]] = {group: [] for group in self._groups}
+        several = [g for g in self._groups if dist.get_world_size(g) > 1]
+        device = next(iter(self._groups.values()))
+        self._asked = Asked([int(waits), int(not replays), *numbers], several, device)
+        self.questions += bool(several)
+
+    def hear(self) -> tuple[bool, list[int]]:
+        """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        assert self._asked is not None
+        waits, none_replays, *numbers = self._asked.least()
+        self._asked = None
+        self.holding = bool(waits)
+        return not none_replays, numbers
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """A block is replayed if any rank that has a shard of it wants to: all gather it."""
+        result = [wanted for _, wanted in blocks]
+        groups: dict[Any, list[int]] = {}
         for place, (owners, _) in enumerate(blocks):
-            groups[self._shards[min(owners)].group].append(place)
+            groups.setdefault(self._shards[min(owners)].group, []).append(place)
         for group, places in groups.items():
             if dist.get_world_size(group) == 1:
                 continue
-            device = self._groups[group]
-            said = [*least, *(-int(result[p]) for p in places)]
-            heard = torch.tensor(said, dtype=torch.int64, device=device)
-            dist.all_reduce(heard, dist.ReduceOp.MIN, group=group)
-            least, flags = _parted(heard.tolist(), len(least))
-            for place, flag in zip(places, flags, strict=True):
-                result[place] = bool(-flag)
-        self.holding = bool(least[0])
-        return result, least[1:]
+            said = [int(result[p]) for p in places]
+            heard = torch.tensor(said, dtype=torch.int64, device=self._groups[group])
+            dist.all_reduce(heard, dist.ReduceOp.MAX, group=group)
+            for place, flag in zip(places, heard.tolist(), strict=True):
+                result[place] = bool(flag)
+        return result
 
     def _has_room(self) -> bool:
         """Whether all sums can lie on this rank as a whole, for as long as batches come."""
@@ -199,21 +192,25 @@ class ShardedSink:
         device = compute_device(trained[0][1])
         if device.type != "cuda":
             return True
+        if not self.reductions:
+            return False  # the peak of a step is not known yet
         needed = sum(p.numel() * self._shards[n].dtype.itemsize for n, p in trained)
         peak = torch.cuda.max_memory_allocated(device)
         return needed < most_in_use(device) - peak
 
     @functools.cached_property
     def _groups(self) -> dict[Any, torch.device]:
-        """The groups that shard parameters, in the same order on all ranks."""
-        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        return {self._shards[n].group: compute_device(p) for n, p in trained.items()}
+        """The groups that shard parameters, then those of replicas, in the same order on all."""
+        trained = [(n, p) for n, p in self.parameters.items() if p.requires_grad]
+        shards = [(self._shards[n], compute_device(p)) for n, p in trained]
+        replicas = {s.replicas: device for s, device in shards if s.replicas is not None}
+        return {**{s.group: device for s, device in shards}, **replicas}
 
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
         self._bucket, self._small, self._flying = Bucket(), {}, []
-        self._leaving, self._early = [], None
+        self._leaving, self._asked = [], None
 
     def _launch(self) -> None:
         waiting, self._bucket = self._bucket.terms, Bucket()
@@ -280,13 +277,8 @@ class ShardedSink:
             "_small": {},
             "_flying": [],
             "_leaving": [],
-            "_early": None,
         }
-        return {**self.__dict__, **transient, "holding": False}
-
-
-def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
-    return values[:first], values[first:]
+        return {**self.__dict__, **transient, "holding": False, "_asked": None}
 
 
 def _fill(part: Tensor, terms: Terms, shards: Shards) -> None:

@@ -185,9 +185,9 @@ class Blocks:
         return len(self._ran)
 
     @property
-    def shapes(self) -> tuple[Hashable, ...]:
-        """The shapes that each of these blocks was given."""
-        return tuple([visit.shapes for visit in self._ran.values()])
+    def given(self) -> int:
+        """Bytes of what those were given."""
+        return sum(visit.bytes for visit in self._ran.values())
 
     def of(self, record: Record) -> Visit | None:
         """The visit of a record, if running the block again gives the record again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from opacus.core.record.passes import Generation
 from opacus.core.record.record import Record
 from opacus.core.rules import rule_for
 from opacus.core.sums import choice as choosing
-from opacus.core.sums.forecast import Forecast, Standing
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.rates import Rates
 from tests.core.rules.cases import spec_of
@@ -139,29 +137,3 @@ def test_either_choice_gives_the_oracles_sum(
     for parameter, grad in zip(model.parameters(), want, strict=True):
         assert relative_error(parameter.grad, grad) <= 1e-10
     assert "layer" in private.explain() or what != "budget"
-
-
-def test_a_backward_pass_is_certain_where_one_like_it_had_room() -> None:
-    forecast, before = Forecast(), Standing(used=100, peak=1_000, held=None)
-
-    def certain(standing: Standing, kind: str = "a") -> bool:
-        forecast.start(kind, standing)
-        return forecast.certain
-
-    assert not certain(before)
-    forecast.saw(70)
-    forecast.saw(50)
-    forecast.saw(60)
-    forecast.finish()
-    assert certain(before) and not certain(before, "b")
-    assert certain(replace(before, used=150)) and not certain(replace(before, used=151))
-    assert certain(replace(before, peak=950)) and not certain(replace(before, peak=949))
-    assert not certain(replace(before, used=130, peak=979))
-    assert not certain(replace(before, held=1 << 40))  # a limit that there was not
-    assert certain(replace(before, used=0, peak=None))
-    certain(before)
-    forecast.saw(-1)
-    forecast.finish()
-    assert not certain(before)
-    certain(before)  # one that failed has shown nothing
-    assert not certain(before)
