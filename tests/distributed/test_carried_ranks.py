@@ -37,8 +37,11 @@ class Block(nn.Module):
     def __init__(self, reused: bool) -> None:
         super().__init__()
         self.up, self.down, self.reused = Adapted(8, 6), Adapted(6, 8), reused
+        self.reads = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reads:
+            x = x + self.up.b.weight.sum()
         for _ in range(2 if self.reused else 1):
             x = x + self.down(torch.tanh(self.up(x)))
         return x
@@ -193,12 +196,19 @@ def check_the_rest(rank: int, world_size: int) -> None:
         case.loss(output, y).backward()
     case.optimizer.zero_grad()
 
+    progress("used outside of its layer, which was not so when that was learnt")
+    case.model.blocks[0].reads = True
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.b\.weight.*outside their layer"):
+        case.error(rank, world_size, 8)
+    assert not case.records
+    case.model.blocks[0].reads = False
+
     progress("frozen meanwhile")
-    layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
+    layers = [case.model.blocks[0].up.b, case.double.blocks[0].up.b]
     for layer in layers:
         layer.weight.requires_grad_(False)
     assert case.error(rank, world_size, 9) < 2e-5
-    assert any("blocks.0.up.b" in name for name in case.records)  # its unit has records again
+    assert case.records == ["blocks.0.up.b"]  # of its bias
     for layer in layers:
         layer.weight.requires_grad_(True)
     assert case.error(rank, world_size, 10) < 2e-5 and not case.records
