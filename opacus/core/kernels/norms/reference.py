@@ -209,12 +209,12 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
         left = wide_bmm(activations[:, rows], a_t[:, :, start:])
         right = wide_bmm(backprops[:, rows], g_t[:, :, start:])
         # Both are symmetric: what is beyond the square of these rows counts twice.
-        parts.append(_sums_and_sizes(left, right, once=left.shape[1]))
+        parts.append(_of_products(left, right, once=left.shape[1]))
     total = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return _settle(activations, backprops, total)
 
 
-def _sums_and_sizes(left: Tensor, right: Tensor, once: int) -> Tensor:
+def _of_products(left: Tensor, right: Tensor, once: int) -> Tensor:
     """``[B, t, s]`` twice -> ``[2, B, S]``: parts of sums of terms, and of absolute values.
 
     Args:
@@ -228,7 +228,15 @@ def _sums_and_sizes(left: Tensor, right: Tensor, once: int) -> Tensor:
         return terms_triton.sums_and_sizes(left, right, once)
     left *= right
     left[:, :, once:] *= 2
-    return torch.stack([left.sum((1, 2)), torch.linalg.vector_norm(left, 1, dim=(1, 2))])[..., None]
+    return sums_and_sizes(left)[..., None]
+
+
+def sums_and_sizes(terms: Tensor) -> Tensor:
+    """``[B, t, s] -> [2, B]``: sums of each sample's terms, and of their absolute values."""
+    both = torch.empty(2, len(terms), dtype=terms.dtype, device=terms.device)
+    torch.sum(terms, (1, 2), out=both[0])
+    torch.linalg.vector_norm(terms, 1, dim=(1, 2), out=both[1])
+    return both
 
 
 def _settle(activations: Tensor, backprops: Tensor, total: Tensor) -> Tensor:
