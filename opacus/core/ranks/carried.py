@@ -1,4 +1,4 @@
-"""Per-sample gradients that autograd carries to one node of each FSDP2 unit.
+"""Per-sample gradients that autograd carries to one node of each unit: of FSDP2, or the model.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
@@ -11,11 +11,16 @@ Note [Carriers]
     Which layers are carried was learnt from a step with records, of inputs with the same shapes:
     those whose rows are the units, that run once, and whose gradients the planner stored. What a
     layer does otherwise later (several inputs, other rows) is tapped as ever.
+
+    In a unit of FSDP2 its layers run on aliases that are put in their places together, as its
+    parameters come and go together. Elsewhere each layer's hooks detach its parameters while it
+    runs, so that a use of them beside their layer is noticed in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
+from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import (
     TakenOff,
-    gathered_by,
     outside_graphs,
     put_back,
     take_off,
@@ -52,7 +57,6 @@ class _Carrying(NamedTuple):
         owners: Their parameters, in the order of the layers.
         likes: ``[B, *shape]`` of each, without memory.
         choices: What the planner had decided.
-        whole: Whether these are all layers of the unit.
     """
 
     hooks: list[LayerHooks]
@@ -60,7 +64,6 @@ class _Carrying(NamedTuple):
     owners: tuple[str, ...]
     likes: list[Tensor]
     choices: dict[str, Choice]
-    whole: bool
 
 
 Known = dict[nn.Module, _Carrying]
@@ -73,15 +76,19 @@ class Carried:
     is unit u's, and every use of a parameter is in it or has a record of its own.
 
     Args:
-        model: Sharded by FSDP2.
-        recorder: Its recorder.
+        units: Modules, and the names in the model of the parameters that each carries.
+        recorder: Of the model.
         sink: Called in the backward pass with a forward pass and its gradients ``[B, *shape]`` by
             parameter name.
         limits: What may be held.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits
+        self,
+        units: Mapping[nn.Module, AbstractSet[str]],
+        recorder: Recorder,
+        sink: WholeSink,
+        limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, Known] = {}
@@ -93,14 +100,16 @@ class Carried:
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
         each = list(zip(recorder.layer_hooks, recorder.layer_handles, strict=True))
-        for unit, names in gathered_by(model).items():
+        for unit, names in units.items():
             own = [
                 (hooks, before)
                 for hooks, (before, _) in each
-                if names.issuperset(hooks.layer.owners.values())
+                if names >= set(hooks.layer.owners.values())
             ]
+            gathered = is_fsdp(unit)
             if own:
                 self._units[unit] = own
+            if own and gathered:
                 recorder.handles += [  # after FSDP2's own, which gathers
                     unit.register_forward_pre_hook(enter),
                     unit.register_forward_hook(leave, always_call=True),
@@ -129,6 +138,9 @@ class Carried:
             self._open = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            for unit in known:
+                if not is_fsdp(unit):
+                    self._enter(unit)
 
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
@@ -157,22 +169,21 @@ class Carried:
         for unit, layers in self._units.items():
             own = [(h, b) for h, b in layers if _is_stored(h, seen, kept, choices)]
             if own:
-                found[unit] = _carrying(own, kept, choices, whole=len(own) == len(layers))
+                found[unit] = _carrying(own, kept, choices)
         self._known[key] = found
 
     def forget(self) -> None:
         """Memory has run out, or is counted: layers have records again."""
         self._known.clear()
 
-    def carries_all_of(self, module: nn.Module) -> bool:
-        """Whether no layer of a block that runs now will have a record."""
-        found = self._now.get(module)
-        return found is not None and found.whole
+    def carries_some_of(self, layers: AbstractSet[str]) -> bool:
+        """Whether any of these layers has no record in the pass that runs now."""
+        return any(not layers.isdisjoint(found.choices) for found in self._now.values())
 
     # --- around each unit ---
 
-    def _enter(self, unit: nn.Module, args: Any) -> None:
-        """The unit's parameters have been gathered."""
+    def _enter(self, unit: nn.Module, args: Any = ()) -> None:
+        """The unit is about to run; its parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
@@ -180,7 +191,8 @@ class Carried:
         if places is None:  # frozen meanwhile, or not in training
             return
         uses = self._use.forward_pass.generation.uses
-        for own, local, _, alias in places:
+        together = is_fsdp(unit)
+        for own, local, _, alias in places if together else ():
             own[local] = alias  # type: ignore[assignment]
         rest: Iterable[Tensor] = iter(
             _Carriers.apply(ANCHOR, self._use, carrying.owners, carrying.likes)
@@ -191,7 +203,8 @@ class Carried:
             uses[spec.name] = uses.get(spec.name, 0) + 1
         self._use.forward_pass.generation.waiting.add(self._use)
         self.choices.update(carrying.choices)
-        self._entered.append((unit, carrying, places, take_off(carrying.before)))
+        off = take_off(carrying.before) if together else []
+        self._entered.append((unit, carrying, places if together else [], off))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
@@ -232,13 +245,13 @@ def _is_stored(
 
 
 def _carrying(
-    own: list[tuple[LayerHooks, Any]], kept: Kept, choices: Mapping[str, Choice], *, whole: bool
+    own: list[tuple[LayerHooks, Any]], kept: Kept, choices: Mapping[str, Choice]
 ) -> _Carrying:
     hooks, before = [h for h, _ in own], [b for _, b in own]
     owners = tuple([h.layer.owners[name] for h in hooks for name in h.layer.spec.params])
     likes = [_without_memory(kept.formed[owner]) for owner in owners]
     names = [h.layer.spec.name for h in hooks]
-    return _Carrying(hooks, before, owners, likes, {n: choices[n] for n in names}, whole)
+    return _Carrying(hooks, before, owners, likes, {n: choices[n] for n in names})
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -76,13 +76,15 @@ class Visit:
         self.owners: set[str] = set()
         self.held = self.freed = self.seen = self.backprops = 0
         self.chosen = self.stays = self.leaves = False
-        self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        self.possible = all(isinstance(leaf, _PLAIN) for leaf in leaves)
         self.arguments: Any = (args, kwargs) if self.possible else None
         self.gradient: Tensor | None = None
-        self.shapes = tuple(t.shape for t in self._tensors())
-        self.versions = self.versions_now()
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.possible else []
+        self.shapes = tuple(t.shape for t in given)
+        self.versions = [t._version for t in given]
         self.random = _random_state()
-        self.autocast = _autocast(tree_leaves((args, kwargs)))
+        self.autocast = _autocast(leaves)
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
@@ -200,8 +202,8 @@ class Blocks:
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
             return
         carried = self._recorder.carried
-        if carried is not None and carried.carries_all_of(module):
-            return
+        if carried is not None and carried.carries_some_of(block.names):
+            return  # what is carried cannot be left to a replay, and had room before
         visit = Visit(block, current, args, kwargs)
         earlier = self._ran.get(id(block))
         if earlier is not None and earlier.forward_pass.generation is current.generation:

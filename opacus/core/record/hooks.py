@@ -76,15 +76,15 @@ class LayerHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
-        if self.carriers and output is not None:
-            if carries(self.carriers, args, kwargs, output):
-                return carry(self.carriers, self.layer, args[0], output)
-            spec = self.layer.spec
         if self._swapped:
             swapped = self._swapped.pop()
             _put_back(module, swapped)
             if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
+        if self.carriers and output is not None:
+            if carries(self.carriers, args, kwargs, output):
+                return carry(self.carriers, self.layer, args[0], output)
+            spec = self.layer.spec
         if output is None or not self.recorder.active(module):
             self._note_rows(output)
             return None
