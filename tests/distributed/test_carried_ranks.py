@@ -74,12 +74,19 @@ def check_the_rest(rank: int, world_size: int) -> None:
         case.loss(output, y).backward()
     case.optimizer.zero_grad()
 
+    progress("used outside of its layer, which was not so when that was learnt")
+    case.model.blocks[0].reads = True
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.b\.weight.*outside their layer"):
+        case.error(rank, world_size, 8)
+    assert not case.records
+    case.model.blocks[0].reads = False
+
     progress("frozen meanwhile")
-    layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
+    layers = [case.model.blocks[0].up.b, case.double.blocks[0].up.b]
     for layer in layers:
         layer.weight.requires_grad_(False)
     assert case.error(rank, world_size, 9) < 2e-5
-    assert any("blocks.0.up.b" in name for name in case.records)  # its unit has records again
+    assert case.records == ["blocks.0.up.b"]  # of its bias
     for layer in layers:
         layer.weight.requires_grad_(True)
     assert case.error(rank, world_size, 10) < 2e-5 and not case.records

@@ -11,10 +11,6 @@ Note [Carriers]
     Which layers are carried was learnt from a step with records, of inputs with the same shapes:
     those whose rows are the units, that run once, and whose gradients the planner stored. What a
     layer does otherwise later (several inputs, other rows) is tapped as ever.
-
-    In a unit of FSDP2 its layers run on aliases that are put in their places together, as its
-    parameters come and go together. Elsewhere each layer's hooks detach its parameters while it
-    runs, so that a use of them beside their layer is noticed in each step.
 """
 
 from __future__ import annotations
@@ -29,18 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import (
-    TakenOff,
-    outside_graphs,
-    put_back,
-    take_off,
-)
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import Place, WholeSink, put_originals
+from opacus.core.record.whole import WholeSink
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -53,14 +44,12 @@ class _Carrying(NamedTuple):
 
     Attributes:
         hooks: Of its layers that are carried.
-        before: Handles of the hooks that run before these layers.
         owners: Their parameters, in the order of the layers.
         likes: ``[B, *shape]`` of each, without memory.
         choices: What the planner had decided.
     """
 
     hooks: list[LayerHooks]
-    before: list[Any]
     owners: tuple[str, ...]
     likes: list[Tensor]
     choices: dict[str, Choice]
@@ -95,17 +84,12 @@ class Carried:
         self._open: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
         self._now: Known = {}
         self._use: UseOfUnits | None = None
-        self._entered: list[tuple[nn.Module, _Carrying, list[Place], TakenOff]] = []
-        self._units: dict[nn.Module, list[tuple[LayerHooks, Any]]] = {}
+        self._entered: list[tuple[nn.Module, _Carrying]] = []
+        self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
-        each = list(zip(recorder.layer_hooks, recorder.layer_handles, strict=True))
         for unit, names in units.items():
-            own = [
-                (hooks, before)
-                for hooks, (before, _) in each
-                if names >= set(hooks.layer.owners.values())
-            ]
+            own = [h for h in recorder.layer_hooks if names >= set(h.layer.owners.values())]
             gathered = is_fsdp(unit)
             if own:
                 self._units[unit] = own
@@ -163,11 +147,13 @@ class Carried:
         (key, seen), self._open = self._open, None
         if set(passes) != {seen} or kept.rounded:
             return
+        if any(choice.what in ("replay", "offload") for choice in choices.values()):
+            return  # memory is short: each record is looked at
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            own = [(h, b) for h, b in layers if _is_stored(h, seen, kept, choices)]
+            own = [h for h in layers if _is_stored(h, seen, kept, choices)]
             if own:
                 found[unit] = _carrying(own, kept, choices)
         self._known[key] = found
@@ -183,17 +169,11 @@ class Carried:
     # --- around each unit ---
 
     def _enter(self, unit: nn.Module, args: Any = ()) -> None:
-        """The unit is about to run; its parameters have been gathered."""
+        """The unit's parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        places = _trainable(carrying.hooks)
-        if places is None:  # frozen meanwhile, or not in training
-            return
         uses = self._use.forward_pass.generation.uses
-        together = is_fsdp(unit)
-        for own, local, _, alias in places if together else ():
-            own[local] = alias  # type: ignore[assignment]
         rest: Iterable[Tensor] = iter(
             _Carriers.apply(ANCHOR, self._use, carrying.owners, carrying.likes)
         )
@@ -203,20 +183,17 @@ class Carried:
             uses[spec.name] = uses.get(spec.name, 0) + 1
         self._use.forward_pass.generation.waiting.add(self._use)
         self.choices.update(carrying.choices)
-        off = take_off(carrying.before) if together else []
-        self._entered.append((unit, carrying, places if together else [], off))
+        self._entered.append((unit, carrying))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
-        """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
+        """The unit has run, or failed."""
         if self._entered and self._entered[-1][0] is unit:
             self._out()
 
     def _out(self) -> None:
-        _, carrying, places, off = self._entered.pop()
-        put_back(off)
+        _, carrying = self._entered.pop()
         for hooks in carrying.hooks:
             hooks.carriers = ()
-        put_originals(places)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -244,37 +221,16 @@ def _is_stored(
     return ours and in_order and known and stored and rows and hooks.counts_rows_first()
 
 
-def _carrying(
-    own: list[tuple[LayerHooks, Any]], kept: Kept, choices: Mapping[str, Choice]
-) -> _Carrying:
-    hooks, before = [h for h, _ in own], [b for _, b in own]
+def _carrying(hooks: list[LayerHooks], kept: Kept, choices: Mapping[str, Choice]) -> _Carrying:
     owners = tuple([h.layer.owners[name] for h in hooks for name in h.layer.spec.params])
     likes = [_without_memory(kept.formed[owner]) for owner in owners]
     names = [h.layer.spec.name for h in hooks]
-    return _Carrying(hooks, before, owners, likes, {n: choices[n] for n in names})
+    return _Carrying(hooks, owners, likes, {n: choices[n] for n in names})
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device whose elements are one."""
     return tensor.new_zeros(()).expand(tensor.shape)
-
-
-def _trainable(hooks: Iterable[LayerHooks]) -> list[Place] | None:
-    """All parameters of these layers, each with a detached alias; ``None`` if one is not trained.
-
-    See Note [No parameter gradients] in :mod:`opacus.core.record.recorder`.
-    """
-    places: list[Place] = []
-    for one in hooks:
-        layer, module = one.layer, one.layer.module
-        if not module.training or layer.unheld:
-            return None
-        for local in layer.spec.params:
-            parameter = module._parameters.get(local)
-            if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
-                return None
-            places.append((module._parameters, local, parameter, parameter.detach()))
-    return places
 
 
 class _Carriers(torch.autograd.Function):

@@ -47,7 +47,10 @@ class Carries(Protocol):
 
 
 def carries(carriers: tuple[Tensor, ...], args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a layer turned one tensor with a row for each sample into another one."""
+    """Whether a layer turned one tensor with a row for each sample into another one.
+
+    Of the dtype that was learnt: autograd would round the gradients to the carriers'.
+    """
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor or type(output) is not Tensor:
         return False
     x, batch = args[0], carriers[0].shape[0]
@@ -56,6 +59,7 @@ def carries(carriers: tuple[Tensor, ...], args: Any, kwargs: Any, output: Any) -
         and output.is_floating_point()
         and x.dim() == output.dim() > 1
         and x.shape[0] == output.shape[0] == batch
+        and output.dtype == carriers[0].dtype
         and (torch.compiler.is_compiling() or not hasattr(output, HEAD_USE))
     )
 

@@ -81,10 +81,8 @@ class LayerHooks:
             _put_back(module, swapped)
             if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
-        if self.carriers and output is not None:
-            if carries(self.carriers, args, kwargs, output):
-                return carry(self.carriers, self.layer, args[0], output)
-            spec = self.layer.spec
+        if self.carriers and spec is not None and carries(self.carriers, args, kwargs, output):
+            return carry(self.carriers, self.layer, args[0], output)
         if output is None or not self.recorder.active(module):
             self._note_rows(output)
             return None
