@@ -211,8 +211,8 @@ class Blocks:
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
             return
         carried = self._recorder.carried
-        if carried is not None and carried.carries_all_of(module):
-            return
+        if carried is not None and carried.carries_some_of(block.names):
+            return  # what is carried cannot be left to a replay, and had room before
         visit = Visit(block, current, args, kwargs)
         earlier = self._ran.get(id(block))
         if earlier is not None and earlier.forward_pass.generation is current.generation:
