@@ -18,11 +18,12 @@ BLOCK = 2048
 LOOPS = 8
 
 
-@triton.jit(do_not_specialize=["size", "columns", "once"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "once"])  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
-    left, right, sums, sizes, size, columns, once, BLOCK: tl.constexpr, LOOPS: tl.constexpr
+    left, right, sums, sizes, size, columns, once,
+    TWICE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """A part of one sample's terms, ``[slots, B]``."""
+    """A part of one sample's terms, ``[slots, B]``. TWICE: some columns count twice."""
     slot, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     absolute = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -31,7 +32,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         inside = places < size
         term = tl.load(left + sample * size + places, mask=inside, other=0.0)
         term *= tl.load(right + sample * size + places, mask=inside, other=0.0)
-        term = tl.where(places % columns < once, term, 2.0 * term)
+        if TWICE:
+            term = tl.where(places % columns < once, term, 2.0 * term)
         total += term
         absolute += tl.abs(term)
     place = sample * tl.num_programs(0) + slot
@@ -54,10 +56,10 @@ def sums_and_sizes(left: Tensor, right: Tensor, once: int) -> Tensor:
     size = rows * columns
     slots = operands.parts(size, BLOCK * LOOPS)
     both = operands.blank((2, batch, slots), left.device)
-    _variant()((slots, batch), left, right, *both.unbind(), size, columns, once)
+    _variant(once < columns)((slots, batch), left, right, *both.unbind(), size, columns, once)
     return both
 
 
 @functools.cache
-def _variant() -> Variant:
-    return Variant(_kernel, BLOCK=BLOCK, LOOPS=LOOPS, num_warps=4)
+def _variant(twice: bool) -> Variant:
+    return Variant(_kernel, TWICE=twice, BLOCK=BLOCK, LOOPS=LOOPS, num_warps=4)
