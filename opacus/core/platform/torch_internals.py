@@ -335,6 +335,12 @@ def is_idle(model: nn.Module) -> bool:
     return set(communication_state(model).split()) <= {"IDL"}
 
 
+def has_open_backward(root: Any) -> bool:
+    """Whether a backward pass has come to units under a root of FSDP2, and has not ended there."""
+    context = getattr(_fsdp_state(root), "_state_ctx", None)
+    return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+
 def accumulator_of(leaf: Tensor) -> Any:
     """The node of a graph that adds to ``leaf.grad``."""
     with torch.enable_grad():

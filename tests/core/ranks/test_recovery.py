@@ -107,7 +107,8 @@ PLACES = {"ghost_fsdp": (1, 3, 4, 6), "ghost_fsdp_bk": (1, 3)}
 
 def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
     cases = [(mode, deferred) for mode in PLACES for deferred in (False, True)]
-    return [*(with_and_without(rank, *case) for case in cases), fails_while_reducing(rank)]
+    others = [fails_while_reducing(rank), fails_unwatched(rank)]
+    return [*(with_and_without(rank, *case) for case in cases), *others]
 
 
 def with_and_without(rank: int, mode: str, deferred: bool) -> list[list[Tensor]]:
@@ -142,6 +143,23 @@ def fails_while_reducing(rank: int) -> list[list[Tensor]]:
                 patch.setattr(ShardedSink, "_land", _no_room)
                 with pytest.raises(MemoryError, match="no room"):
                     run.step()
+        run.step()
+        ends.append(run.weights())
+    return ends
+
+
+def fails_unwatched(rank: int) -> list[list[Tensor]]:
+    """The same, for the backward pass of a loss that the criterion did not make."""
+    ends = []
+    for fails in (False, True):
+        run = Run("ghost_fsdp_bk", rank)
+        run.step()
+        if fails:
+            Fuse.countdown = 2
+            with pytest.raises(MemoryError, match="no room"):
+                run.private(run.x).sum().backward()
+            Fuse.countdown = 0
+        run.step()
         run.step()
         ends.append(run.weights())
     return ends
