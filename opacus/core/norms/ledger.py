@@ -30,8 +30,8 @@ class Storage(Protocol):
         """Stores a parameter's gradients in fewer bits."""
 
     @property
-    def limited(self) -> bool:
-        """Whether blocks may be left to a replay."""
+    def looks(self) -> bool:
+        """Whether blocks of this step may be left to a replay."""
 
     def replays(self, record: Record) -> Visit | None:
         """The run of its block that is repeated, so that nothing of it is kept."""
@@ -69,7 +69,7 @@ class SquaredNorms:
 
     def add(self, owner: str, norm_sq: Tensor) -> None:
         """One more part of a parameter's gradients has been measured."""
-        if len(norm_sq) != self.batch:  # rows beyond a packed sequence's end
+        if norm_sq.shape[0] != self.batch:  # rows beyond a packed sequence's end
             norm_sq = pad_rows(norm_sq, self.batch)
         known = self.by_owner.get(owner)
         self.by_owner[owner] = norm_sq if known is None else known + norm_sq
@@ -222,7 +222,7 @@ class NormLedger:
     ) -> None:
         kept, planner, limited = self.kept, self.planner, False
         if planner is not None:
-            limited = planner.limited
+            limited = planner.looks
             if limited:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:
@@ -285,8 +285,13 @@ def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) ->
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
         return torch.zeros(batch, dtype=torch.float32, device=device)
+    return stacked(norm_sq, device).sum(0).sqrt()
+
+
+def stacked(norm_sq: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """``[P, B]`` of P values ``[B]``, which may lie on several devices."""
     values = [v if v.device == device else v.to(device) for v in norm_sq.values()]
-    return torch.stack(values).sum(0).sqrt()
+    return torch.stack(values)
 
 
 def check_rows(record: Record, batch: int) -> None:

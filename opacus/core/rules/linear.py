@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import wide_bmm, wide_dtype
+from opacus.core.kernels.norms.tied import Heads, at_rows
 from opacus.core.platform.profiling import layers
 from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
 from opacus.core.rules.spec import LayerSpec
@@ -20,6 +21,7 @@ class LinearRule(LayerRule):
     light = ("bias",)
     bilinear = ("weight",)
     carries = True
+    beside_tables = True
 
     def features(self, spec: LayerSpec) -> int:
         return 1
@@ -97,6 +99,14 @@ class LinearRule(LayerRule):
                 norms[place]["bias"] = self.kernels.bias(pairs[place][1])
         return norms
 
+    def beside_table(
+        self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
+    ) -> tuple[Heads, dict[str, Tensor]]:
+        x, g = _tokens(spec, activations, backprops)
+        norms = self.norm_sq(spec, activations, backprops)
+        own = norms.pop("weight")  # mended where terms had cancelled
+        return Heads(x, at_rows(g, ids), torch.stack([own, own])), norms
+
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         x, g = _tokens(spec, activations, backprops)
         return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
@@ -130,6 +140,8 @@ class LinearRule(LayerRule):
 
 class TransposedLinearRule(LinearRule):
     """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
+
+    beside_tables = False
 
     def products(self, x: Tensor, g: Tensor) -> Tensor:
         return products_of_rows(x, g)

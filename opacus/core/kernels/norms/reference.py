@@ -203,20 +203,35 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     batch, tokens, _ = activations.shape
     step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
     a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
-    parts: list[Tensor] = []  # [2, B] each: sums of the terms, and of their absolute values
+    parts: list[Tensor] = []  # [2, B, S] each: sums of the terms, and of their absolute values
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
-        gram *= wide_bmm(backprops[:, rows], g_t[:, :, start:])
-        square = gram.shape[1]
-        parts.append(_sums_and_sizes(gram[:, :, :square]))
-        if start + square < tokens:  # both are symmetric: the rest counts twice
-            parts.append(2 * _sums_and_sizes(gram[:, :, square:]))
-    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        left = wide_bmm(activations[:, rows], a_t[:, :, start:])
+        right = wide_bmm(backprops[:, rows], g_t[:, :, start:])
+        # Both are symmetric: what is beyond the square of these rows counts twice.
+        parts.append(_of_products(left, right, once=left.shape[1]))
+    total = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return _settle(activations, backprops, total)
 
 
-def _sums_and_sizes(terms: Tensor) -> Tensor:
+def _of_products(left: Tensor, right: Tensor, once: int) -> Tensor:
+    """``[B, t, s]`` twice -> ``[2, B, S]``: parts of sums of terms, and of absolute values.
+
+    Args:
+        left: Overwritten.
+        right: A term is a product of its elements with those of ``left``.
+        once: Columns that count once; the others count twice.
+    """
+    if left.is_cuda and left.dtype == torch.float32:
+        from opacus.core.kernels.norms import terms_triton
+
+        return terms_triton.sums_and_sizes(left, right, once)
+    left *= right
+    left[:, :, once:] *= 2
+    return sums_and_sizes(left)[..., None]
+
+
+def sums_and_sizes(terms: Tensor) -> Tensor:
     """``[B, t, s] -> [2, B]``: sums of each sample's terms, and of their absolute values."""
     both = torch.empty(2, len(terms), dtype=terms.dtype, device=terms.device)
     torch.sum(terms, (1, 2), out=both[0])
@@ -230,14 +245,14 @@ def _settle(activations: Tensor, backprops: Tensor, total: Tensor) -> Tensor:
     Args:
         activations: ``[B, T, d]``.
         backprops: ``[B, T, p]``.
-        total: ``[2, B]``: sums of the products of both Gram matrices' elements, and of their
-            absolute values.
+        total: ``[2, B, S]``: parts of the sums of the products of both Gram matrices' elements,
+            and of their absolute values.
     """
     if activations.is_cuda:
         from opacus.core.kernels.norms import direct
 
         return direct.settle(activations, backprops, None, total)
-    norms, size = total
+    norms, size = total.sum(2)
     doubtful = ~(norms > TRUSTED * size)  # what is zero or not finite, too
     if not bool(doubtful.any()):
         return norms
