@@ -350,6 +350,12 @@ def is_idle(model: nn.Module) -> bool:
     return set(communication_state(model).split()) <= {"IDL"}
 
 
+def has_open_backward(model: nn.Module) -> bool:
+    """Whether a backward pass has come to units of FSDP2, and has not ended there."""
+    contexts = [getattr(_fsdp_state(root), "_state_ctx", None) for root in _outermost(model)]
+    return any(getattr(c, "post_backward_final_callback_queued", False) for c in contexts)
+
+
 def _outermost(module: nn.Module) -> Iterator[Any]:
     if is_fsdp(module):
         yield module
