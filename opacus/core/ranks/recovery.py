@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus.core.platform.torch_internals import communication_state, drop_pass
+from opacus.core.platform.fsdp_passes import communication_state, drop_pass
 from opacus.core.ranks.meeting import Meetings, Outcome, ranks_with
 
 _RESUME = "End all ranks and resume from the last checkpoint"
