@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.platform import torch_internals
+from opacus.core.platform import fsdp_passes
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.utils.fsdp_utils import FSDP2Wrapper
@@ -105,7 +105,7 @@ PLACES = {"ghost_fsdp": (1, 3, 4, 6), "ghost_fsdp_bk": (1, 3)}
 
 def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
     ends = [with_and_without(rank, mode, deferred=False) for mode in PLACES]
-    ends.append(fails_while_reducing(rank))
+    ends += [fails_while_reducing(rank), fails_unwatched(rank)]
     before_213()
     return ends + [with_and_without(rank, mode, deferred=True) for mode in PLACES]
 
@@ -148,6 +148,23 @@ def fails_while_reducing(rank: int) -> list[list[Tensor]]:
                 patch.setattr(ShardedSink, "_land", _no_room)
                 with pytest.raises(MemoryError, match="no room"):
                     run.step()
+        run.step()
+        ends.append(run.weights())
+    return ends
+
+
+def fails_unwatched(rank: int) -> list[list[Tensor]]:
+    """The same, for the backward pass of a loss that the criterion did not make."""
+    ends = []
+    for fails in (False, True):
+        run = Run("ghost_fsdp_bk", rank)
+        run.step()
+        if fails:
+            Fuse.countdown = 2
+            with pytest.raises(MemoryError, match="no room"):
+                run.private(run.x).sum().backward()
+            Fuse.countdown = 0
+        run.step()
         run.step()
         ends.append(run.weights())
     return ends
@@ -204,7 +221,7 @@ def in_unknown_torch(rank: int) -> str:
     before_213()
     Fuse.countdown = BLOCKS + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_internals, "_drop_pass", _is_different)
+        patch.setattr(fsdp_passes, "_drop_pass", _is_different)
         with pytest.raises(MemoryError):
             run.step()
     with pytest.raises(RuntimeError) as caught:
