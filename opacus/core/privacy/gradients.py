@@ -41,9 +41,10 @@ def was_processed(tensor: Tensor) -> bool:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether users' hooks change or consume its gradient."""
-    hooks: Any = parameter._backward_hooks or {}
-    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(after) or any(not isinstance(hook, _Arrival) for hook in hooks.values())
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return True
+    hooks: Any = parameter._backward_hooks
+    return bool(hooks) and any([type(hook) is not _Arrival for hook in hooks.values()])
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -118,20 +118,25 @@ class RunKey:
         Args:
             number: Of the step; by default one that is still to come.
         """
-        key = self.key if number is None or not self._earlier else self._key_of(number)
-        place = (key.secret, purpose, name)
-        known = self._derived.get(place)
-        if known is None:
-            known = self._derived[place] = key.derive(purpose, name)
-        return known
+        return self.streams(purpose, [name], [number])[0][0]
 
     def streams(
-        self, purpose: str, names: Sequence[str], numbers: Sequence[int]
+        self, purpose: str, names: Sequence[str], numbers: Sequence[int | None]
     ) -> list[list[bytes]]:
         """:meth:`stream` of each name, in each of these steps."""
-        return [[self.stream(purpose, name, number) for number in numbers] for name in names]
+        keys, derived = [self._key_of(number) for number in numbers], self._derived
+        found = []
+        for name in names:
+            places = [(key.secret, purpose, name) for key in keys]
+            for key, place in zip(keys, places, strict=True):
+                if place not in derived:
+                    derived[place] = key.derive(purpose, name)
+            found.append([derived[place] for place in places])
+        return found
 
-    def _key_of(self, number: int) -> Key:
+    def _key_of(self, number: int | None) -> Key:
+        if number is None or not self._earlier:
+            return self.key
         return next((key for end, key in self._earlier if number < end), self.key)
 
     def follow(self, old: RunKey) -> None:

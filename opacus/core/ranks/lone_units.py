@@ -153,7 +153,7 @@ class UseOfUnits(WholeUse):
         own = self._grads.setdefault(number, {})
         for name, grad in grads.items():
             known = own.get(name)
-            own[name] = grad.detach() if known is None else known + grad.detach()
+            own[name] = grad if known is None else known + grad
 
     def _all(self, number: int) -> None:
         super().deliver(self._grads.pop(number))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.kernels.sums.weighted_sum import consecutive
 from opacus.core.platform.profiling import REDUCTION, timed
-from opacus.core.platform.sharded import is_dtensor, is_fsdp, locals_of
+from opacus.core.platform.sharded import is_fsdp, locals_of
 from opacus.core.platform.sizes import NOISE_ELEMENTS
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.correlation import Correlation, Split
@@ -252,8 +252,9 @@ def check_gradients_sharded(tensors: Iterable[Tensor]) -> None:
     Raises:
         ValueError: It names the shape.
     """
-    for tensor in tensors:
-        if not is_dtensor(tensor):
+    tensors = list(tensors)
+    for tensor, local in zip(tensors, locals_of(tensors), strict=True):
+        if local is tensor:
             raise ValueError(
                 "an FSDP optimizer needs sharded gradients, got a plain tensor of shape "
                 f"{tuple(tensor.shape)}; wrap the whole model with FSDP2Wrapper first"

@@ -67,12 +67,12 @@ def regions_of(tensor: Tensor, local: Tensor) -> list[Region]:
     Raises:
         NotImplementedError: A DTensor that is split in a way other than torch's own.
     """
-    if not is_dtensor(tensor):
-        return [whole(tensor.numel())] if tensor.numel() else []
     spec: Any = getattr(tensor, "_spec", None)  # gradients have that of their parameter
     known = _KNOWN.get(id(spec))
     if known is not None and known[0] is spec and known[1] == local.shape:
         return known[2]
+    if not is_dtensor(tensor):
+        return [whole(tensor.numel())] if tensor.numel() else []
     found = _regions_of(tensor.device_mesh, tensor.placements, tensor.shape, local.shape)
     if len(_KNOWN) >= MOST_KNOWN:
         _KNOWN.clear()
