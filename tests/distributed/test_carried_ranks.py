@@ -1,8 +1,9 @@
-"""FSDP2: layers whose stored gradients autograd carries, without records, give the oracle's sums."""
+"""FSDP2: layers whose gradients, or inputs, autograd carries past the taps give the oracle's sums."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import opacus.core.sums.choice
 from opacus.core.norms.ledger import NormLedger
+from opacus.core.record.record import Use
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
 from tests.helpers.distributed import progress, run_distributed
@@ -36,11 +38,12 @@ class Adapted(nn.Module):
 class Block(nn.Module):
     def __init__(self, reused: bool) -> None:
         super().__init__()
-        self.up, self.down, self.reused = Adapted(8, 6), Adapted(6, 8), reused
+        self.norm, self.up, self.down = nn.LayerNorm(8), Adapted(8, 6), Adapted(6, 8)
+        self.reused = reused
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2 if self.reused else 1):
-            x = x + self.down(torch.tanh(self.up(x)))
+            x = x + self.down(torch.tanh(self.up(self.norm(x))))
         return x
 
 
@@ -91,7 +94,7 @@ class Case:
         net = Net(reused)
         self.double = Net(reused).double()
         self.double.load_state_dict(net.state_dict())
-        for block in net.blocks[1:] if compiled else ():
+        for block in net.blocks if compiled else ():
             block.compile(backend="aot_eager")
         self.model = FSDP2Wrapper(net)
         self.module, self.optimizer, self.loss = private(
@@ -130,29 +133,56 @@ class Case:
         return max(oracle.relative_error(f, s) for f, s in zip(found, sums, strict=True))
 
 
-def store_all() -> None:
-    opacus.core.sums.choice.KEEP_PASSES = 10**9
+def prefer(what: str) -> None:
+    """Let the planner ``"store"`` or ``"keep"`` all layers where both are possible."""
+    opacus.core.sums.choice.KEEP_PASSES = 10**9 if what == "store" else 2
+    opacus.core.sums.choice.STORE_PASSES = 10**9 if what == "keep" else 3
 
 
-def check_all(
-    rank: int, world_size: int, compiled: bool
-) -> list[tuple[str, list[float], list[int]]]:
-    """Errors and numbers of layers with records, of each case's steps."""
+def count_taps() -> list[str]:
+    """Names of the layers that are tapped from now on, in eager code or in graphs."""
+    tapped: list[str] = []
+    register = Use.register
+
+    def counting(use: Use, *args: Any, **kwargs: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "_target":
+            tapped.append(use.spec.name)
+        register(use, *args, **kwargs)
+
+    Use.register = counting  # type: ignore[method-assign]
+    return tapped
+
+
+class Found(NamedTuple):
+    name: str
+    errors: list[float]
+    records: list[int]  # layers with records, in each step
+    taps: list[int]  # layers that were tapped
+
+
+def check_all(rank: int, world_size: int, compiled: bool) -> list[Found]:
+    """What each case's steps gave."""
     import warnings
 
     warnings.filterwarnings("ignore")
-    store_all()
-    found = []
-    eager: dict[str, dict[str, Any]] = {"plain": {}, "reused": {"reused": True}, "two views": {}}
-    cases = {"compiled": {"compiled": True}} if compiled else eager
-    for name, how in cases.items():
-        progress(name)
-        case, errors, records = Case(**how), [], []
-        views = 2 if name == "two views" else 1
-        for step in range(2 if compiled else STEPS):  # compiled blocks cannot be followed
-            errors.append(case.error(rank, world_size, step, views if step else 1))
-            records.append(len(set(case.records)))
-        found.append((name, errors, records))
+    found, tapped = [], count_taps()
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "reused": {"reused": True}, "two views": {}}
+    for what in ("store", "keep"):
+        prefer(what)
+        for name in ["plain", "later reused"] if compiled else [*cases, "later reused"]:
+            progress((what, name))
+            case = Case(**cases.get(name, {}), compiled=compiled)
+            seen = Found(f"{what} {name}", [], [], [])
+            views = 2 if name == "two views" else 1
+            steps = 2 if compiled else STEPS  # compiled blocks cannot be followed
+            for step in range(steps + (name == "later reused")):
+                if step == steps:  # layers that have run once until now run twice
+                    case.double.blocks[1].reused = case.model.blocks[1].reused = True
+                tapped.clear()
+                seen.errors.append(case.error(rank, world_size, step, views if step else 1))
+                seen.records.append(len(set(case.records)))
+                seen.taps.append(len(set(tapped)))
+            found.append(seen)
     return found
 
 
@@ -162,15 +192,17 @@ def check_all(
 )
 def test_the_sum_is_the_oracles(world_size: int, compiled: bool) -> None:
     for rank in run_distributed(check_all, world_size, compiled, timeout=120):
-        for name, errors, records in rank:
-            assert max(errors) < 2e-5, (name, errors)
-            assert records[0] == 10, (name, records)  # all layers, to learn from
-            least = 4 if name == "reused" else 0
-            assert min(records) == least, (name, records)
+        for case in rank:
+            assert max(case.errors) < 2e-5, case
+            assert case.records[0] == case.taps[0] == 12, case  # all layers, to learn from
+            steady, later = case.taps[2 - compiled], case.taps[3 - compiled :]
+            assert steady == (5 if case.name.endswith(" reused") and not later else 0), case
+            # The sum of two inputs is no input, the sum of two gradients is one.
+            assert later in ([], [0 if case.name.startswith("store") else 4]), case
 
 
 def check_the_rest(rank: int, world_size: int) -> None:
-    store_all()
+    prefer("store")
     case = Case()
     learnt = [case.error(rank, world_size, step) for step in range(3)]
     assert max(learnt) < 2e-5 and not case.records

@@ -1,16 +1,23 @@
-"""Per-sample gradients that autograd carries to one node of each FSDP2 unit.
+"""What autograd carries of the layers to one node of each FSDP2 unit, instead of records.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
     one more input for each parameter: a *carrier* ``[B, *shape]`` without memory of its own, all
     of which come out of one node for the unit. What the tap's backward gives as a carrier's
     gradient are the per-sample gradients, formed by the layer's rule. Autograd adds those of
-    several uses and hands them to the node together. So no record is made or looked at for each
-    layer, and in a compiled graph carriers are inputs like any others: there is no Python a layer.
+    several uses and hands them to the node together.
 
-    Which layers are carried was learnt from a step with records, of inputs with the same shapes:
-    those whose rows are the units, that run once, and whose gradients the planner stored. What a
-    layer does otherwise later (several inputs, other rows) is tapped as ever.
+    A layer whose record is kept has two carriers, like its input and its output, whose gradients
+    are the input and the gradient of the output themselves; the node makes the record. Those of
+    two uses must not be added, so a second use is tapped as ever.
+
+    In a compiled graph carriers are inputs like any others: there is no Python a layer, the
+    compiler forms small gradients in the kernels that have their operands at hand, and it leaves
+    the memory of what it gives to carriers alone, so that nothing is copied.
+
+    Which layers was learnt from a step with records, of inputs with the same shapes: those
+    whose rows are the units and that run once. What a layer does otherwise later (several inputs,
+    other rows) is tapped as ever.
 """
 
 from __future__ import annotations
@@ -31,11 +38,13 @@ from opacus.core.platform.torch_internals import (
     take_off,
 )
 from opacus.core.ranks.lone_units import UseOfUnits
+from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
-from opacus.core.record.record import ANCHOR
+from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import Place, WholeSink, put_originals
+from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -43,23 +52,35 @@ from opacus.core.sums.limits import Limits
 MOST_KNOWN = 64
 
 
+class _CarriedLayer(NamedTuple):
+    """A layer that is carried.
+
+    Attributes:
+        hooks: Of the layer.
+        before: Handle of the hook that runs before it.
+        form: What its carriers get.
+        likes: One tensor without memory for each of them.
+        choice: Of the planner, where gradients are stored; else the layer's record is kept.
+    """
+
+    hooks: LayerHooks
+    before: Any
+    form: CarriedForm
+    likes: list[Tensor]
+    choice: Choice | None
+
+
 class _Carrying(NamedTuple):
     """What one unit carries for inputs of some shapes.
 
     Attributes:
-        hooks: Of its layers that are carried.
-        before: Handles of the hooks that run before these layers.
-        owners: Their parameters, in the order of the layers.
-        likes: ``[B, *shape]`` of each, without memory.
-        choices: What the planner had decided.
+        layers: Of the unit.
+        likes: Of all of them.
         whole: Whether these are all layers of the unit.
     """
 
-    hooks: list[LayerHooks]
-    before: list[Any]
-    owners: tuple[str, ...]
+    layers: list[_CarriedLayer]
     likes: list[Tensor]
-    choices: dict[str, Choice]
     whole: bool
 
 
@@ -69,8 +90,9 @@ Known = dict[nn.Module, _Carrying]
 class Carried:
     """Lets units carry their gradients; see Note [Carriers].
 
-    Guarantee: the gradients handed on are those that records of the same layers would give: row u
-    is unit u's, and every use of a parameter is in it or has a record of its own.
+    Guarantee: the gradients handed on are those that records of the same layers would give, and
+    the records those of a tap: row u is unit u's, and every use of a parameter is in it or has a
+    record of its own.
 
     Args:
         model: Sharded by FSDP2.
@@ -155,9 +177,11 @@ class Carried:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            own = [(h, b) for h, b in layers if _is_stored(h, seen, kept, choices)]
+            maybe = [_carried(h, b, seen, kept, choices.get(h.layer.spec.name)) for h, b in layers]
+            own = [layer for layer in maybe if layer is not None]
             if own:
-                found[unit] = _carrying(own, kept, choices, whole=len(own) == len(layers))
+                likes = [like for layer in own for like in layer.likes]
+                found[unit] = _Carrying(own, likes, len(own) == len(layers))
         self._known[key] = found
 
     def forget(self) -> None:
@@ -176,22 +200,25 @@ class Carried:
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        places = _trainable(carrying.hooks)
+        places = _trainable([layer.hooks for layer in carrying.layers])
         if places is None:  # frozen meanwhile, or not in training
             return
-        uses = self._use.forward_pass.generation.uses
         for own, local, _, alias in places:
             own[local] = alias  # type: ignore[assignment]
-        rest: Iterable[Tensor] = iter(
-            _Carriers.apply(ANCHOR, self._use, carrying.owners, carrying.likes)
+        one = self._use.forward_pass
+        targets = [_target(layer, one) for layer in carrying.layers]
+        carriers = _Carriers.apply(ANCHOR, self._use, targets, carrying.likes)
+        start = 0
+        for layer in carrying.layers:
+            stop = start + len(layer.likes)
+            layer.hooks.carriers = Carriers(layer.form, carriers[start:stop])  # type: ignore[index]
+            start = stop
+            if layer.choice is not None:
+                self.choices[layer.choice.layer] = layer.choice
+        one.generation.waiting.add(self._use)
+        self._entered.append(
+            (unit, carrying, places, take_off([x.before for x in carrying.layers]))
         )
-        for hooks in carrying.hooks:
-            spec = hooks.layer.spec
-            hooks.carriers = tuple([next(rest) for _ in spec.params])  # type: ignore[call-overload]
-            uses[spec.name] = uses.get(spec.name, 0) + 1
-        self._use.forward_pass.generation.waiting.add(self._use)
-        self.choices.update(carrying.choices)
-        self._entered.append((unit, carrying, places, take_off(carrying.before)))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
@@ -201,8 +228,8 @@ class Carried:
     def _out(self) -> None:
         _, carrying, places, off = self._entered.pop()
         put_back(off)
-        for hooks in carrying.hooks:
-            hooks.carriers = ()
+        for layer in carrying.layers:
+            layer.hooks.carriers = None
         put_originals(places)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,29 +243,43 @@ class Carried:
         return {**self.__dict__, **empty, "_units": {}, "choices": {}}
 
 
-def _is_stored(
-    hooks: LayerHooks, seen: ForwardPass, kept: Kept, choices: Mapping[str, Choice]
-) -> bool:
-    """Whether a layer ran once, on the units' rows, and its gradients were stored."""
-    layer, choice = hooks.layer, choices.get(hooks.layer.spec.name)
-    name, uses = layer.spec.name, seen.generation
+def _carried(
+    hooks: LayerHooks, before: Any, seen: ForwardPass, kept: Kept, choice: Choice | None
+) -> _CarriedLayer | None:
+    """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
+    layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
     known = uses.uses.get(name) == 1 and name not in seen.moved | uses.recomputed
-    stored = name in kept.layers and choice is not None and choice.what == "store"
-    formed = [kept.formed.get(owner) for owner in layer.owners.values()]
-    rows = all(grad is not None and len(grad) == seen.batch for grad in formed)
-    ours = layer.rule.carries and not (layer.shared or layer.unheld or layer.reader)
-    in_order = layer.spec.params in (("weight", "bias"), ("weight",), ("bias",))
-    return ours and in_order and known and stored and rows and hooks.counts_rows_first()
+    ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
+    form = layer.rule.carried(layer.spec)
+    if form is None or choice is None or not (known and ours):
+        return None
+    rows: list[Tensor | None] = []
+    if choice.what == "store" and name in kept.layers:
+        rows += [kept.formed.get(layer.owners[local]) for local in layer.spec.params]
+    elif choice.what == "keep" and name not in kept.layers:
+        form = BOTH
+        records = [record for record in kept.held if record.spec.name == name]
+        rows += records[0].tensors if len(records) == 1 else []
+        choice = None
+    if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
+        return None
+    likes = [_without_memory(row) for row in rows if row is not None]
+    return _CarriedLayer(hooks, before, form, likes, choice)
 
 
-def _carrying(
-    own: list[tuple[LayerHooks, Any]], kept: Kept, choices: Mapping[str, Choice], *, whole: bool
-) -> _Carrying:
-    hooks, before = [h for h, _ in own], [b for _, b in own]
-    owners = tuple([h.layer.owners[name] for h in hooks for name in h.layer.spec.params])
-    likes = [_without_memory(kept.formed[owner]) for owner in owners]
-    names = [h.layer.spec.name for h in hooks]
-    return _Carrying(hooks, before, owners, likes, {n: choices[n] for n in names}, whole)
+# Where what a layer carries goes: to its record, or to gradients of these names.
+Target = Use | tuple[str, ...]
+
+
+def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Target:
+    """That of a layer that is about to run, whose use is noted."""
+    layer, uses = carried.hooks.layer, forward_pass.generation.uses
+    if carried.choice is not None:
+        uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
+        return tuple([layer.owners[local] for local in layer.spec.params])
+    use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
+    use.register(carried.likes[1].shape, counted=True)
+    return use
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -269,14 +310,21 @@ class _Carriers(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, use: UseOfUnits, owners: tuple[str, ...], likes: list[Tensor]
+        ctx: Any, anchor: Tensor, use: UseOfUnits, targets: list[Target], likes: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        ctx.carried, ctx.owners = use, owners
+        ctx.carried, ctx.targets = use, targets
         ctx.set_materialize_grads(False)
         return tuple([like.detach() for like in likes])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        pairs = zip(ctx.owners, grads, strict=True)  # what took no part has none
-        ctx.carried.deliver({owner: grad for owner, grad in pairs if grad is not None})
+        formed, rest = {}, iter(grads)
+        for target in ctx.targets:
+            if isinstance(target, Use):
+                x, grad = next(rest), next(rest)
+                if x is not None and grad is not None:  # what took no part has none
+                    target.sink.deliver(target, (x,), (grad,))
+            else:
+                formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
+        ctx.carried.deliver(formed)
         return None, None, None, None
