@@ -1,4 +1,4 @@
-"""FSDP2: layers whose gradients, or inputs, autograd carries past the taps give the oracle's sums."""
+"""FSDP2: layers that autograd carries past the taps, without records or with them, are exact."""
 
 from __future__ import annotations
 
