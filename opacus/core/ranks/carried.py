@@ -7,13 +7,12 @@ Note [Carriers]
     gradient are the per-sample gradients, formed by the layer's rule. Autograd adds those of
     several uses and hands them to the node together.
 
-    A layer whose record is kept has two carriers, like its input and its output, whose gradients
-    are the input and the gradient of the output themselves; the node makes the record. Those of
-    two uses must not be added, so a second use is tapped as ever.
-
-    In a compiled graph carriers are inputs like any others: there is no Python a layer, the
-    compiler forms small gradients in the kernels that have their operands at hand, and it leaves
-    the memory of what it gives to carriers alone, so that nothing is copied.
+    In a compiled graph carriers are inputs like any others: there is no Python a layer, and the
+    compiler forms small gradients in the kernels that have their operands at hand. A layer there
+    whose record is kept has two carriers, like its input and its output, whose gradients are the
+    input and the gradient of the output themselves; the node makes the record. The compiler leaves
+    the memory of what it gives to carriers alone, so that nothing is copied. Those of two uses must
+    not be added: a second use is tapped as ever.
 
     Which layers was learnt from a step with records, of inputs with the same shapes: those
     whose rows are the units and that run once. What a layer does otherwise later (several inputs,
@@ -22,7 +21,7 @@ Note [Carriers]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,20 +29,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
-from opacus.core.platform.torch_internals import (
-    TakenOff,
-    gathered_by,
-    outside_graphs,
-    put_back,
-    take_off,
-)
+from opacus.core.platform.torch_internals import gathered_by, outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import Place, WholeSink, put_originals
+from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
@@ -57,14 +50,12 @@ class _CarriedLayer(NamedTuple):
 
     Attributes:
         hooks: Of the layer.
-        before: Handle of the hook that runs before it.
         form: What its carriers get.
         likes: One tensor without memory for each of them.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
     """
 
     hooks: LayerHooks
-    before: Any
     form: CarriedForm
     likes: list[Tensor]
     choice: Choice | None
@@ -110,17 +101,12 @@ class Carried:
         self._open: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
         self._now: Known = {}
         self._use: UseOfUnits | None = None
-        self._entered: list[tuple[nn.Module, _Carrying, list[Place], TakenOff]] = []
-        self._units: dict[nn.Module, list[tuple[LayerHooks, Any]]] = {}
+        self._entered: list[tuple[nn.Module, _Carrying]] = []
+        self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
-        each = list(zip(recorder.layer_hooks, recorder.layer_handles, strict=True))
         for unit, names in gathered_by(model).items():
-            own = [
-                (hooks, before)
-                for hooks, (before, _) in each
-                if names.issuperset(hooks.layer.owners.values())
-            ]
+            own = [h for h in recorder.layer_hooks if names.issuperset(h.layer.owners.values())]
             if own:
                 self._units[unit] = own
                 recorder.handles += [  # after FSDP2's own, which gathers
@@ -177,7 +163,7 @@ class Carried:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            maybe = [_carried(h, b, seen, kept, choices.get(h.layer.spec.name)) for h, b in layers]
+            maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
             own = [layer for layer in maybe if layer is not None]
             if own:
                 likes = [like for layer in own for like in layer.likes]
@@ -200,11 +186,6 @@ class Carried:
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        places = _trainable([layer.hooks for layer in carrying.layers])
-        if places is None:  # frozen meanwhile, or not in training
-            return
-        for own, local, _, alias in places:
-            own[local] = alias  # type: ignore[assignment]
         one = self._use.forward_pass
         targets = [_target(layer, one) for layer in carrying.layers]
         carriers = _Carriers.apply(ANCHOR, self._use, targets, carrying.likes)
@@ -216,21 +197,17 @@ class Carried:
             if layer.choice is not None:
                 self.choices[layer.choice.layer] = layer.choice
         one.generation.waiting.add(self._use)
-        self._entered.append(
-            (unit, carrying, places, take_off([x.before for x in carrying.layers]))
-        )
+        self._entered.append((unit, carrying))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
-        """The unit has run, or failed; FSDP2 may have taken its parameters away again."""
+        """The unit has run, or failed."""
         if self._entered and self._entered[-1][0] is unit:
             self._out()
 
     def _out(self) -> None:
-        _, carrying, places, off = self._entered.pop()
-        put_back(off)
+        _, carrying = self._entered.pop()
         for layer in carrying.layers:
             layer.hooks.carriers = None
-        put_originals(places)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -244,13 +221,13 @@ class Carried:
 
 
 def _carried(
-    hooks: LayerHooks, before: Any, seen: ForwardPass, kept: Kept, choice: Choice | None
+    hooks: LayerHooks, seen: ForwardPass, kept: Kept, choices: Mapping[str, Choice]
 ) -> _CarriedLayer | None:
     """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
     layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
     known = uses.uses.get(name) == 1 and name not in seen.moved | uses.recomputed
     ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
-    form = layer.rule.carried(layer.spec)
+    form, choice = layer.rule.carried(layer.spec), choices.get(name)
     if form is None or choice is None or not (known and ours):
         return None
     rows: list[Tensor | None] = []
@@ -258,13 +235,13 @@ def _carried(
         rows += [kept.formed.get(layer.owners[local]) for local in layer.spec.params]
     elif choice.what == "keep" and name not in kept.layers:
         form = BOTH
-        records = [record for record in kept.held if record.spec.name == name]
+        records = [r for r in kept.held if r.spec.name == name and r.copied]
         rows += records[0].tensors if len(records) == 1 else []
         choice = None
     if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
         return None
     likes = [_without_memory(row) for row in rows if row is not None]
-    return _CarriedLayer(hooks, before, form, likes, choice)
+    return _CarriedLayer(hooks, form, likes, choice)
 
 
 # Where what a layer carries goes: to its record, or to gradients of these names.
@@ -285,24 +262,6 @@ def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Target:
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device whose elements are one."""
     return tensor.new_zeros(()).expand(tensor.shape)
-
-
-def _trainable(hooks: Iterable[LayerHooks]) -> list[Place] | None:
-    """All parameters of these layers, each with a detached alias; ``None`` if one is not trained.
-
-    See Note [No parameter gradients] in :mod:`opacus.core.record.recorder`.
-    """
-    places: list[Place] = []
-    for one in hooks:
-        layer, module = one.layer, one.layer.module
-        if not module.training or layer.unheld:
-            return None
-        for local in layer.spec.params:
-            parameter = module._parameters.get(local)
-            if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
-                return None
-            places.append((module._parameters, local, parameter, parameter.detach()))
-    return places
 
 
 class _Carriers(torch.autograd.Function):

@@ -37,8 +37,6 @@ def _both(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 # Of a layer that is kept: a record is made of both. It can be used once.
 BOTH: Carried = _both, ()
-# Those of a layer that has run.
-USED = Carriers(BOTH, ())
 
 
 class HasCarriers(Protocol):
@@ -78,17 +76,19 @@ class Carries(Protocol):
 
 
 def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a layer turned one tensor with a row for each sample into another one."""
+    """Whether a layer turned one tensor with a row for each sample into another one.
+
+    Of a dtype that carriers of what was learnt take: autograd would round the gradients to theirs.
+    """
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor or type(output) is not Tensor:
         return False
-    if not carriers.tensors:
-        return False
-    x, batch = args[0], carriers.tensors[0].shape[0]
+    x, batch, dtype = args[0], carriers.tensors[0].shape[0], carriers.tensors[0].dtype
     rows = (
         x.is_floating_point()
         and output.is_floating_point()
         and x.dim() == output.dim() > 1
         and x.shape[0] == output.shape[0] == batch
+        and torch.promote_types(output.dtype, dtype) == dtype
         and (torch.compiler.is_compiling() or not hasattr(output, HEAD_USE))
     )
     return rows and (carriers.form[0] is not _both or _alike(carriers.tensors, (x, output)))
@@ -109,7 +109,7 @@ def carry(hooks: HasCarriers, carriers: Carriers, x: Tensor, output: Tensor) -> 
     tapped: Tensor
     form, constants = carriers.form
     if form is _both:  # those of two uses would be added
-        hooks.carriers = USED
+        hooks.carriers = None
     if torch.compiler.is_compiling():
         tapped = _Carried.apply(output, x, None, form, constants, *carriers.tensors)
     else:

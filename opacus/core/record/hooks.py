@@ -76,16 +76,14 @@ class LayerHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and tap the output."""
         spec = None
-        carriers = self.carriers
-        if carriers is not None and output is not None:
-            if carries(carriers, args, kwargs, output):
-                return carry(self, carriers, args[0], output)
-            spec = self.layer.spec
         if self._swapped:
             swapped = self._swapped.pop()
             _put_back(module, swapped)
             if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
+        carriers = self.carriers
+        if carriers is not None and spec is not None and carries(carriers, args, kwargs, output):
+            return carry(self, carriers, args[0], output)
         if output is None or not self.recorder.active(module):
             self._note_rows(output)
             return None
