@@ -222,11 +222,10 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             self._recovery.put_back()
             raise
 
-    def _reductions(self) -> int:
-        """How often gradients have been reduced past FSDP2."""
+    def _reductions(self) -> tuple[int, int]:
+        """How often gradients have been reduced, and ranks asked, past FSDP2."""
         sink = getattr(self._strategy, "sink", None)
-        reductions: int = getattr(sink, "reductions", 0)
-        return reductions
+        return getattr(sink, "reductions", 0), getattr(sink, "questions", 0)
 
     @timed(PARALLEL_NORMS)
     def compute_all_norms_parallel(self) -> Tensor:

@@ -117,6 +117,7 @@ def resume(rank: int, world_size: int, folder: str, way: str, adapters: bool) ->
         "load_best_model_at_end": True, "train_sampling_strategy": "random",
     }  # fmt: skip
     first = trainer_of(folder, way, made(), **more)
+    first.evaluate()  # which leaves a sharded model's root unsharded
     first.train()
     best = min((h["eval_loss"], h["step"]) for h in first.state.log_history if "eval_loss" in h)
     again = trainer_of(folder, way, made(), **more)

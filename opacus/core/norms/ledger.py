@@ -30,8 +30,8 @@ class Storage(Protocol):
         """Stores a parameter's gradients in fewer bits."""
 
     @property
-    def limited(self) -> bool:
-        """Whether blocks may be left to a replay."""
+    def looks(self) -> bool:
+        """Whether blocks of this step may be left to a replay."""
 
     def replays(self, record: Record) -> Visit | None:
         """The run of its block that is repeated, so that nothing of it is kept."""
@@ -215,7 +215,7 @@ class NormLedger:
     ) -> None:
         kept, planner, limited = self.kept, self.planner, False
         if planner is not None:
-            limited = planner.limited
+            limited = planner.looks
             if limited:
                 records = [r for r in records if not self._left_to_a_replay(r)]
             for record in records:

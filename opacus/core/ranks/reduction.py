@@ -18,6 +18,7 @@ from opacus.core.platform.memory import most_in_use
 from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
+from opacus.core.ranks.asked import Asked
 from opacus.core.ranks.shards import Shards, add_shard, shards_of
 from opacus.core.sums.terms import Bucket, Terms
 from opacus.core.sums.unreduced import Unreduced
@@ -61,9 +62,10 @@ class ShardedSink:
         self._flying: list[_Reduction] = []
         # Shards on their way to host memory, and the event at which they are there.
         self._leaving: list[tuple[list[str], Tensor, Any]] = []
-        self.reductions = 0  # started so far, the same number on all ranks
+        self.reductions = self.questions = 0  # started so far, the same numbers on all ranks
         self.unreduced = Unreduced()
         self.holding = False  # whether the sums that are put now wait for later ones
+        self._asked: Asked | None = None
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
@@ -134,28 +136,37 @@ class ShardedSink:
         ]
         return sum(here) / max(1, sum(p.numel() for p in self.parameters.values()))
 
-    def agree(
-        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
-    ) -> tuple[list[bool], list[int]]:
+    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
+        """See :class:`~opacus.core.sums.terms.GradientSink`; also whether sums may wait."""
+        waits = self.unreduced.wanted and self._has_room()
+        several = [g for g in self._groups if dist.get_world_size(g) > 1]
+        device = next(iter(self._groups.values()))
+        self._asked = Asked([int(waits), int(not replays), *numbers], several, device)
+        self.questions += bool(several)
+
+    def hear(self) -> tuple[bool, list[int]]:
+        """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        assert self._asked is not None
+        waits, none_replays, *numbers = self._asked.least()
+        self._asked = None
+        self.holding = bool(waits)
+        return not none_replays, numbers
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
         """A block is replayed if any rank that has a shard of it wants to: all gather it."""
         result = [wanted for _, wanted in blocks]
-        waits = self.unreduced.wanted and self._has_room()
-        least = [int(waits), *numbers]
-        groups: dict[Any, list[int]] = {group: [] for group in self._groups}
+        groups: dict[Any, list[int]] = {}
         for place, (owners, _) in enumerate(blocks):
-            groups[self._shards_of(min(owners)).group].append(place)
+            groups.setdefault(self._shards_of(min(owners)).group, []).append(place)
         for group, places in groups.items():
             if dist.get_world_size(group) == 1:
                 continue
-            device = self._groups[group]
-            said = [*least, *(-int(result[p]) for p in places)]
-            heard = torch.tensor(said, dtype=torch.int64, device=device)
-            dist.all_reduce(heard, dist.ReduceOp.MIN, group=group)
-            least, flags = _parted(heard.tolist(), len(least))
-            for place, flag in zip(places, flags, strict=True):
-                result[place] = bool(-flag)
-        self.holding = bool(least[0])
-        return result, least[1:]
+            said = [int(result[p]) for p in places]
+            heard = torch.tensor(said, dtype=torch.int64, device=self._groups[group])
+            dist.all_reduce(heard, dist.ReduceOp.MAX, group=group)
+            for place, flag in zip(places, heard.tolist(), strict=True):
+                result[place] = bool(flag)
+        return result
 
     def _has_room(self) -> bool:
         """Whether all sums can lie on this rank as a whole, for as long as batches come."""
@@ -165,21 +176,25 @@ class ShardedSink:
         device = compute_device(trained[0][1])
         if device.type != "cuda":
             return True
+        if not self.reductions:
+            return False  # the peak of a step is not known yet
         needed = sum(p.numel() * self._shards_of(n).dtype.itemsize for n, p in trained)
         peak = torch.cuda.max_memory_allocated(device)
         return needed < most_in_use(device) - peak
 
     @functools.cached_property
     def _groups(self) -> dict[Any, torch.device]:
-        """The groups that shard parameters, in the same order on all ranks."""
-        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        return {self._shards_of(n).group: compute_device(p) for n, p in trained.items()}
+        """The groups that shard parameters, then those of replicas, in the same order on all."""
+        trained = [(n, p) for n, p in self.parameters.items() if p.requires_grad]
+        shards = [(self._shards_of(n), compute_device(p)) for n, p in trained]
+        replicas = {s.replicas: device for s, device in shards if s.replicas is not None}
+        return {**{s.group: device for s, device in shards}, **replicas}
 
     def abandon(self) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
         self.unreduced.drop(warn=True)
         self._bucket, self._small, self._flying = Bucket(), {}, []
-        self._leaving = []
+        self._leaving, self._asked = [], None
 
     def _launch(self) -> None:
         waiting, self._bucket = self._bucket.terms, Bucket()
@@ -258,11 +273,7 @@ class ShardedSink:
             "_flying": [],
             "_leaving": [],
         }
-        return {**self.__dict__, **transient, "holding": False}
-
-
-def _parted(values: list[int], first: int) -> tuple[list[int], list[int]]:
-    return values[:first], values[first:]
+        return {**self.__dict__, **transient, "holding": False, "_asked": None}
 
 
 def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:

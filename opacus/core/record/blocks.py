@@ -184,6 +184,11 @@ class Blocks:
         """Number of blocks that have run and whose backward pass has not begun."""
         return len(self._ran)
 
+    @property
+    def given(self) -> int:
+        """Bytes of what those were given."""
+        return sum(visit.bytes for visit in self._ran.values())
+
     def of(self, record: Record) -> Visit | None:
         """The visit of a record, if running the block again gives the record again."""
         visit = self.current

@@ -152,12 +152,12 @@ def clip_batch(
     optimizer.check_unchanged()
     if not optimizer.clipped_batches:
         model.start_sum()
-    model.norm_pass(losses, retain_graph, loss_scale)
-    norms_are_known(model.per_sample_gradient_norms)
-    clipped = model.clip()
     unreduced = model.unreduced
     if unreduced is not None:
         unreduced.wanted = loss_scale is None and optimizer.more_follow()
+    model.norm_pass(losses, retain_graph, loss_scale)
+    norms_are_known(model.per_sample_gradient_norms)
+    clipped = model.clip()
     model.sum_pass(losses, clipped, retain_graph)
     excluded = loss_scale is not None and bool(clipped.excluded.any())
     optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt, unreduced)

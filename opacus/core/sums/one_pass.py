@@ -90,11 +90,13 @@ class OnePass(Ghost):
         self.planner.start(
             held,
             peak,
+            units=len(losses),
             in_sum=0 if peak is None else self.sink.bytes_needed,
             of_element=self.sink.bytes_of_element,
             spare=limits.spare,
             again=limits.again,
         )
+        self.sink.ask(self.planner.looks, limits.numbers)
         start, moments = moment(), self.planner.report.moments
         with self._running_out():
             super().norm_pass(losses, retain_graph)
@@ -114,6 +116,7 @@ class OnePass(Ghost):
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 self.limits.ran_out(planner.held_bytes, planner.largest_block)
+                planner.forget()
                 lone = self.recorder.lone
                 if lone is not None and lone.alive:
                     lone.rule_out("memory has run out")  # with taps less can be held
@@ -157,19 +160,16 @@ class OnePass(Ghost):
 
     def _replay(self, weighting: Weighting) -> Replay | None:
         """The blocks that run again on any rank; ``None`` if none may."""
-        blocks = self.planner.blocks
-        found, visits = ([], []) if blocks is None else (blocks.found, blocks.chosen)
-        wanted = {id(visit.block) for visit in visits}
-        own = [(b.owners, id(b) in wanted) for b in found]
-        if blocks is None and not self._shared:
-            return None
-        agreed, least = self.sink.agree(own, self.limits.numbers)
+        anyone, least = self.sink.hear()
         if self._shared:
             self.limits.agreed(least)
-        if blocks is None:
+        blocks = self.planner.blocks
+        if blocks is None or not anyone:
             return None
-        blocks.chosen = []
-        some = [block for block, yes in zip(found, agreed, strict=True) if yes]
+        visits, blocks.chosen = blocks.chosen, []
+        wanted = {id(visit.block) for visit in visits}
+        agreed = self.sink.agree([(b.owners, id(b) in wanted) for b in blocks.found])
+        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
         return Replay(some, visits, weighting, self.planner.seen, self._recording)
 
     @contextmanager

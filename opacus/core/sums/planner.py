@@ -26,6 +26,7 @@ from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
 from opacus.core.sums.rates import host_rate, rates_of
 from opacus.core.sums.report import Report
+from opacus.core.sums.room import Room, Size
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.seen import Seen
 
@@ -65,6 +66,9 @@ class Planner:
         self._freed = self._grown = 0
         self._looked: Visit | None = None
         self._transient = self._again_needs = 0  # bytes that a block's backward, and replay, need
+        self.looks = False  # whether blocks of this step may have to run again, or to leave
+        self._room = Room()
+        self._size, self._begun = Size(0, 0, 0, False), 0  # of the step, and bytes in use then
         self._known: dict[Hashable, Choice] = {}
         self._held_of: dict[Hashable, int] = {}  # bytes, of a block that is like another one
 
@@ -73,6 +77,7 @@ class Planner:
         budget_bytes: int | None,
         peak_bytes: int | None = None,
         *,
+        units: int = 0,
         in_sum: int = 0,
         of_element: float = 0.0,
         spare: int = 0,
@@ -83,6 +88,7 @@ class Planner:
         Args:
             budget_bytes: Memory that may be held; ``None``: no limit.
             peak_bytes: Memory of the device that may be in use at any time of the step.
+            units: Losses.
             in_sum: Memory that forming sums needs for a while beside what is held.
             of_element: Bytes of a parameter's sum, an element, which stay.
             spare: Bytes of either limit that are not used.
@@ -92,20 +98,34 @@ class Planner:
         self._of_element, self._freed, self._grown = of_element, 0, 0
         self.peak_bytes, self._looked = peak_bytes, None
         self._transient = self._again_needs = 0
-        self.held_bytes = self.largest_block = self.host_bytes = 0
+        self.held_bytes = self.host_bytes = 0
         self._most = budget_bytes
         self.budget_bytes = self._limit()
         self.seen = Seen(all_tensors=True)
         self.report = Report(peak_bytes)
+        self.looks = self.blocks is not None and not self._is_known(self.blocks, units)
+        if self.looks:
+            self.largest_block = 0
         if self.blocks is not None:
             self.blocks.start()
         if self.rounding is not None:
             self.rounding.start()
 
-    @property
-    def limited(self) -> bool:
-        """Whether blocks may have to run again."""
-        return self.blocks is not None
+    def _is_known(self, blocks: Blocks, units: int) -> bool:
+        """Whether a step is not looked at: one like it had room."""
+        most = None if self._most is None else self._most - self._spare
+        free = None
+        if self.peak_bytes is not None:
+            self._begun = in_use()
+            free = self.peak_bytes - self._spare - self._begun
+        given, rounded = blocks.given, self.rounding is not None
+        self._size = Size(units, given, len(blocks.found), rounded)
+        if self._forced or not self._room.has(self._size, most, free):
+            return False
+        if not most is free is None:
+            self.report.expect(self._begun + self._room.growth)
+            self.budget_bytes = self._room.held
+        return True
 
     def replays(self, record: Record) -> Visit | None:
         """The visit of a block that is run again, so that nothing of ``record`` is held.
@@ -208,12 +228,21 @@ class Planner:
     def settled(self) -> None:
         """The backward pass is over: what is in use beside what is held is there in each step."""
         self._remember(self._looked)
+        if not self.looks and self._room.held < self.held_bytes:
+            self.forget()
         if self.peak_bytes is not None:
             self._base = max(0, in_use() - self.held_bytes)
             self.report.expect(self._base + self.held_bytes + self._in_sum)
             if self.blocks and self.blocks.chosen:
                 last = self.held_bytes - self._freed + max(0, self._grown)
                 self.report.expect(self._base + last + self._in_sum + self._again_needs)
+        if self.looks and self.blocks and not self.blocks.chosen and not self.host_bytes:
+            growth = self.report.predicted_peak - self._begun
+            self._room.note(self._size, growth, self.held_bytes)
+
+    def forget(self) -> None:
+        """Memory has run out: the next step is looked at."""
+        self._room.forget()
 
     def _limit(self, visit: Visit | None = None) -> int | None:
         """Bytes that may be held, as the backward pass comes to a block."""
@@ -247,7 +276,7 @@ class Planner:
         budget = self.budget_bytes
         if budget is not None and self.held_bytes + choice.bytes[what] > budget:
             what = min(choice.bytes, key=choice.bytes.__getitem__)
-        visit = None if self.blocks is None else self.blocks.of(record)
+        visit = self.blocks.of(record) if self.looks and self.blocks else None
         if visit is not None and visit.leaves:
             what = choice.what
             self.host_bytes += choice.bytes[what]

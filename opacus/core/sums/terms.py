@@ -44,17 +44,22 @@ class GradientSink(Protocol):
     def bytes_of_element(self) -> float:
         """Memory that a parameter's sum takes for good, an element of the whole parameter."""
 
-    def agree(
-        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
-    ) -> tuple[list[bool], list[int]]:
-        """What all processes that share the sums do alike.
+    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
+        """Ask all processes that share the sums, as the backward pass begins.
 
         Args:
-            blocks: Parameters of each, and whether this process wants to replay it.
+            replays: Whether this one may want blocks to run again.
             numbers: Any.
+        """
 
-        Returns:
-            Which blocks are replayed, and the least of each number.
+    def hear(self) -> tuple[bool, list[int]]:
+        """After :meth:`ask`: whether any may, and the least of each number."""
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+        """Which blocks run again, on all processes alike.
+
+        Args:
+            blocks: Parameters of each, and whether this process wants to run it.
         """
 
     def abandon(self) -> None:
@@ -65,7 +70,7 @@ class WaitingSink(GradientSink, Protocol):
     """One in which the sums of physical batches may wait for those of later ones.
 
     Attributes:
-        holding: Whether what is put now waits; settled by :meth:`agree`, on all ranks alike.
+        holding: Whether what is put now waits; settled by :meth:`hear`, on all ranks alike.
     """
 
     holding: bool
@@ -270,11 +275,17 @@ class LocalSink:
         """See :class:`GradientSink`: gradients have their parameters' dtypes."""
         return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
 
-    def agree(
-        self, blocks: Sequence[tuple[AbstractSet[str], bool]], numbers: Sequence[int]
-    ) -> tuple[list[bool], list[int]]:
+    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
+        """See :class:`GradientSink`."""
+        self._asked = replays, list(numbers)
+
+    def hear(self) -> tuple[bool, list[int]]:
+        """See :class:`GradientSink`: what this process said."""
+        return self._asked
+
+    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
         """See :class:`GradientSink`: what this process wants."""
-        return [wanted for _, wanted in blocks], list(numbers)
+        return [wanted for _, wanted in blocks]
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""

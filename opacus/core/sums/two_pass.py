@@ -48,12 +48,17 @@ class TwoPass(Ghost):
     def leaves_gradients(self) -> bool:
         """See :meth:`Ghost.leaves_gradients`; ranks settle it where sums wait, or may."""
         self._holding = False
-        if self.sink is not None:
-            waiting = self.sink.unreduced
-            if waiting.wanted or waiting.waiting:
-                self.sink.agree((), ())
-                self._holding = self.sink.holding or waiting.waiting
+        if self._may_wait:
+            assert self.sink is not None
+            self.sink.hear()
+            self._holding = self.sink.holding or self.sink.unreduced.waiting
         return not self._holding
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether sums wait, or this batch's are wanted to: on all ranks alike."""
+        unreduced = self.unreduced
+        return unreduced is not None and (unreduced.wanted or unreduced.waiting)
 
     def _take(self, record: Record) -> None:
         super()._take(record)
@@ -66,6 +71,9 @@ class TwoPass(Ghost):
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
         """See :meth:`Ghost.norm_pass`."""
         self._seen = Seen()
+        if self._may_wait:
+            assert self.sink is not None
+            self.sink.ask(False, ())
         super().norm_pass(losses, retain_graph)
 
     @timed(SECOND_BACKWARD)

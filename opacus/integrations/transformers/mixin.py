@@ -25,12 +25,14 @@ from opacus.integrations.transformers.adapters import add_penalties
 from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import ChunkedCollate
 from opacus.integrations.transformers.card import Guarantee
+from opacus.integrations.transformers.logits import computes_the_models_loss, drop_logits
 from opacus.integrations.transformers.losses import by_function, loss_of
 from opacus.integrations.transformers.placement import (
     compile_blocks,
     placed,
     plugin_of,
     refuse_plugin,
+    reshard,
 )
 from opacus.integrations.transformers.refusals import (
     refuse_arguments,
@@ -40,7 +42,7 @@ from opacus.integrations.transformers.refusals import (
 )
 from opacus.integrations.transformers.saving import PrivateSaving
 from opacus.integrations.transformers.step import PrivateStep
-from opacus.losses import is_without_logits
+from opacus.losses import LossInHead, is_without_logits
 from opacus.privacy_engine import PrivacyEngine
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         self.privacy = privacy
         self._private: Any = None  # the hooks object, while training
         self._criterion: Any = None
+        self._in_head: LossInHead | None = None
         self._mode = privacy.grad_sample_mode
         self._norms: list[Tensor] = []
         self._blank: CollateFnWithEmpty | None = None
@@ -213,8 +216,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         """One loss an example, ``[B]``, independent of the other examples of the batch.
 
         By default ``compute_loss_func`` of each example alone, or else the loss of the model's
-        head as a mean over the example's own tokens, which a model of
-        :func:`~opacus.losses.without_logits` computes itself, with its own label smoothing.
+        head as a mean over the example's own tokens. A causal language model computes that without
+        its logits where it can: ``outputs`` are then the losses, of this method as it is here.
 
         Args:
             outputs: Of the model, as attributes too.
@@ -283,6 +286,9 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             self._private.cleanup()
             self._private = self._criterion = None
             self.optimizer = self.optimizer.original_optimizer
+        if self._in_head is not None:
+            self._in_head.undo()
+        self._in_head = None
 
     def _place(self) -> None:
         """Replicate or shard the model, unless that has been done."""
@@ -306,6 +312,10 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self._place()
         self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
+        if self.compute_loss_func is None and computes_the_models_loss(type(self), DPTrainerMixin):
+            bare, smoothing = self._bare_model(), self.args.label_smoothing_factor
+            self._in_head = drop_logits(self.model, bare, self.args.device, smoothing)
+        reshard(self.model)
         self.create_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)

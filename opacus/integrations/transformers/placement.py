@@ -91,6 +91,16 @@ def placed(model: nn.Module, plugin: Any, device: torch.device, bf16: bool) -> n
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Let a model have its shards as parameters, also where it has run without gradients before.
+
+    FSDP2 leaves the root unsharded after that, and an optimizer would be given what is not trained.
+    """
+    for module in model.modules():
+        if is_fsdp(module):
+            module.reshard()
+
+
 def _sharded(model: nn.Module, plugin: Any, device: torch.device, bf16: bool) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -68,6 +68,30 @@ def test_held_bytes_stay_in_the_budget() -> None:
     assert planner.blocks.chosen == []  # nothing outlives the sum
 
 
+def test_steps_like_one_that_had_room_are_not_looked_at() -> None:
+    model = build()
+    clip, want = expected(model)
+    made = private(model, clip)
+    planner, (x, y) = made[0]._strategy.planner, batch()
+    made[0].held_budget = 1 << 30
+    close(step(made), want)
+    assert planner.looks
+    whole = planner.held_bytes
+    made[0].held_budget = whole
+    for data, looks in (
+        ((x, y), False),
+        ((x[:2], y[:2]), False),
+        ((torch.cat([x, x]), torch.cat([y, y])), True),
+        ((x, y), False),
+    ):
+        made[2](made[0](data[0]), data[1]).backward()
+        assert planner.looks is looks, len(data[0])
+        made[1].zero_grad()
+    made[0].held_budget = whole // 2
+    close(step(made), want)
+    assert planner.looks and "replay" in ways(made[0]).values()
+
+
 def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose memory has the model, what a block's backward needs, and what is held."""
     model_bytes, inside = 10_000, 3_000
