@@ -142,15 +142,19 @@ class _Carried(torch.autograd.Function):
         *carriers: Tensor,
     ) -> Tensor:
         ctx.spec, ctx.form, ctx.constants = spec, form, constants
-        ctx.save_for_backward(x)
-        if torch.compiler.is_compiling():  # what follows the graph may change this one in place
-            return torch.ops.aten._unsafe_view(output, output.shape)
-        return output.detach()
+        if not torch.compiler.is_compiling():
+            ctx.save_for_backward(x)
+            return output.detach()
+        ctx.save_for_backward(x, torch.ops.opacus.note_input(x))
+        # What follows the graph may change this one in place.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x,), grad = ctx.saved_tensors, grads[0]
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        (x, *note), grad = ctx.saved_tensors, grads[0]
+        if torch.compiler.is_compiling():
+            torch.ops.opacus.find_input(x, *note)
+        elif torch.is_grad_enabled():
             raise twice_differentiated(ctx.spec)
         return grad, None, None, None, None, *ctx.form(x, grad, *ctx.constants)
 

@@ -134,3 +134,24 @@ def test_other_calls_are_not_carried() -> None:
         assert not carries(own, args, {}, result)
     assert not carries(carriers_of(form, (P, D), (P,)), (x,), {}, output.double())
     assert carries(carriers_of(form, (P, D), (P,)), (x,), {}, output.half())  # rounds nothing
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["linear", "both"])
+def test_an_input_changed_in_place_is_refused_in_a_graph(name: str) -> None:
+    """Else the graph would save what it has become."""
+    rule, spec = spec_of(nn.Linear(D, P), "linear")
+    if name == "both":
+        own = carriers_of(BOTH, (2, D), (2, P))
+    else:
+        own = carriers_of(rule.carried(spec), *spec.shapes.values())
+
+    def changing(x: Tensor, output: Tensor) -> Tensor:
+        hidden = x + 1
+        value = carry(Hooks(True, own), own, hidden, output)
+        hidden.mul_(3)
+        return value.sum() + hidden.sum()
+
+    output = torch.randn(B, 2, P, requires_grad=True)
+    with pytest.raises(RuntimeError, match="changed in place after the layer has run"):
+        torch.compile(changing, backend="aot_eager")(torch.randn(B, 2, D), output)
