@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms.ledger import NormLedger, total_norms
+from opacus.core.norms.ledger import NormLedger, stacked, total_norms
 from opacus.core.platform.sharded import compute_device
 from opacus.core.record.passes import ForwardPass, Generation
 from opacus.core.record.record import Record, trains
@@ -58,8 +58,13 @@ class Norms:
         self.by_name = norm_sq
         if device is None:
             device = compute_device(next(iter(self._parameters.values())))
-        self.whole = total_norms(norm_sq, batch, device)
-        self.publish(norm_sq)
+        if not norm_sq:
+            self.whole = total_norms(norm_sq, batch, device)
+            self._publish({})
+            return self.whole
+        squares = stacked(norm_sq, device)
+        self.whole = squares.sum(0).sqrt()
+        self._publish(dict(zip(norm_sq, squares.sqrt().unbind(), strict=True)))
         return self.whole
 
     def scaled(self, scales: Sequence[float]) -> Tensor:
@@ -74,13 +79,16 @@ class Norms:
         return total_norms(norm_sq, len(self.whole), self.whole.device)
 
     def publish(self, norm_sq: Mapping[str, Tensor]) -> None:
-        """Set ``p._norm_sample``; no norm of a layer that was not used stays."""
+        """Set ``p._norm_sample`` to roots; no norm of a layer that was not used stays."""
         roots = torch._foreach_sqrt(list(norm_sq.values())) if norm_sq else []
-        norms = dict(zip(norm_sq, roots, strict=True))
+        self._publish(dict(zip(norm_sq, roots, strict=True)))
+
+    def _publish(self, norms: Mapping[str, Tensor]) -> None:
+        """:meth:`publish` of the roots."""
         for name, parameter in self._parameters.items():
             if name in norms:
                 parameter._norm_sample = norms[name]  # type: ignore[attr-defined]
-            elif hasattr(parameter, "_norm_sample"):
+            elif "_norm_sample" in parameter.__dict__:
                 del parameter._norm_sample
 
     def forget(self) -> None:

@@ -100,9 +100,13 @@ class NoisedSums:
 
     def _noise_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """A unique name for each of ``parameters``."""
+        known = [self._names.get(id(p)) for p in parameters]
+        if None not in known:
+            return known  # type: ignore[return-value]
         every = [p for group in self.original_optimizer.param_groups for p in group["params"]]
         places = {id(p): f"number {place}" for place, p in enumerate(every)}
-        return [self._names.get(id(p), places[id(p)]) for p in parameters]
+        pairs = zip(known, parameters, strict=True)
+        return [places[id(p)] if name is None else name for name, p in pairs]
 
     def _retired(self, parameter: nn.Parameter) -> list[Tensor]:
         """Free the parameter's used sum; returns the part that is kept."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.kernels.loss import head as head_kernels
 from opacus.core.record import head_loss
+from opacus.core.rules.head_loss import HeadLossRule
 from opacus.core.sums.planner import Planner
 from opacus.losses import causal_lm_loss
 from tests.helpers import oracle
@@ -195,6 +196,22 @@ def test_batches_of_one_sample() -> None:
     want = oracle.clipped_sum({n: g[3:] for n, g in grads.items()}, clip)
     for name, parameter in model.named_parameters():
         assert oracle.relative_error(parameter.grad * B, want[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13])
+def test_tied_heads_of_any_number_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than features, and fewer: neither forms the head's gradients a sample at a time."""
+    torch.manual_seed(0)
+    model = Net(tied=True).double()
+    data = torch.randint(V, (B, tokens)), torch.randint(V, (B, tokens))
+    data[1][0] = -100
+    grads = oracle.per_sample_gradients(model, with_logits, data)
+    clip = max(float(oracle.norms(grads).max()) / 2, 1e-3)
+    monkeypatch.setattr(HeadLossRule, "per_sample_grad", None)
+    run(model, "ghost_bk", clip, True, data)
+    want = oracle.clipped_sum(grads, clip)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad * B, want[name], rtol=1e-9, atol=1e-12)
 
 
 def test_users_with_several_rows() -> None:

@@ -4,7 +4,8 @@ What may wait, and why: ``loss.item()``, which the user asks for; a step under `
 which reads whether there was an overflow; under FSDP2 the comparison of the ranks' batches, which
 must come before they are summed: once with sharded data, in each step with replicated data; and
 where records are weighted after the backward pass, an event, once: whether samples are excluded,
-since otherwise all that the layers recorded would have to be masked. On a CPU, where that costs nothing, a step looks whether samples are excluded and whether norms by Gram
+since otherwise all that the layers recorded would have to be masked; and where a table and a head
+share a weight, whether terms of its norms have cancelled. On a CPU, where that costs nothing, a step looks whether samples are excluded and whether norms by Gram
 matrices have cancelled.
 """
 

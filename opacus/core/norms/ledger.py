@@ -69,7 +69,7 @@ class SquaredNorms:
 
     def add(self, owner: str, norm_sq: Tensor) -> None:
         """One more part of a parameter's gradients has been measured."""
-        if len(norm_sq) != self.batch:  # rows beyond a packed sequence's end
+        if norm_sq.shape[0] != self.batch:  # rows beyond a packed sequence's end
             norm_sq = pad_rows(norm_sq, self.batch)
         known = self.by_owner.get(owner)
         self.by_owner[owner] = norm_sq if known is None else known + norm_sq
@@ -278,8 +278,13 @@ def total_norms(norm_sq: dict[str, Tensor], batch: int, device: torch.device) ->
     """``[B]`` norms of the whole per-sample gradients."""
     if not norm_sq:
         return torch.zeros(batch, dtype=torch.float32, device=device)
+    return stacked(norm_sq, device).sum(0).sqrt()
+
+
+def stacked(norm_sq: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """``[P, B]`` of P values ``[B]``, which may lie on several devices."""
     values = [v if v.device == device else v.to(device) for v in norm_sq.values()]
-    return torch.stack(values).sum(0).sqrt()
+    return torch.stack(values)
 
 
 def check_rows(record: Record, batch: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from opacus.core.kernels.norms.reference import sum_of_squares
 from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
 from opacus.core.norms.kept import Kept, add_rows
+from opacus.core.norms.tied import Pair, norms_of, pairs_of
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.record import Record
@@ -126,9 +127,27 @@ class Together:
         self.ledger.hold(records)
         self.ledger.norms.take(first, rule.norm_sq(first.spec, *joined))
 
-    @each_layer
     def _shared(self, records: Sequence[Record]) -> None:
-        """Parameters with several layers or uses: sum the per-sample gradients first."""
+        """Parameters with several layers or uses."""
+        pairs, left = pairs_of(records, self.ledger.kept.formed)
+        for pair in pairs:
+            self._tied([pair.table, pair.head], pair)
+        if left:
+            self._sums(left)
+
+    @each_layer
+    def _tied(self, records: Sequence[Record], pair: Pair) -> None:
+        """A table's and a head's weight: their gradients are formed where terms have cancelled."""
+        self.ledger.hold(records)
+        weight, doubtful, others = norms_of(pair)
+        for sample in [i for i, one in enumerate(doubtful.tolist()) if one]:
+            grads = self._summed(records, sample, sample + 1)
+            weight[sample] = sum_of_squares(grads[pair.owner])[0]
+        self.ledger.norms.take_summed(records, {pair.owner: weight, **others})
+
+    @each_layer
+    def _sums(self, records: Sequence[Record]) -> None:
+        """Sum the per-sample gradients first."""
         self.ledger.hold(records)
         largest = max((_largest_parameter(r.spec) for r in records), default=1)
         rows, batch = max(1, CHUNK_ELEMENTS // max(1, largest)), self.ledger.batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -103,18 +103,33 @@ def _groups(unit: Any) -> list[Any]:
 
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """This rank's shard of a tensor that lies on the ranks as ``like`` does.
+    """This rank's shard of a tensor that lies on the ranks as ``like`` does."""
+    return all_sharded([local], [like])[0]
+
+
+def all_sharded(shards: Sequence[Tensor], likes: Sequence[DTensor]) -> list[DTensor]:
+    """:func:`as_sharded` of each.
 
     ``DTensor.from_local`` does the same, at ten times the cost in Python.
     """
     from torch.distributed.tensor import DTensor
 
-    spec: Any = getattr(like, "_spec", None)
-    if spec is not None and local.dtype == like.dtype:
-        try:
-            return DTensor(local, spec, requires_grad=False)
-        except TypeError:  # another version's constructor
-            pass
+    found = []
+    for local, like in zip(shards, likes, strict=True):
+        spec: Any = getattr(like, "_spec", None)
+        if spec is not None and local.dtype == like.dtype:
+            try:
+                found.append(DTensor(local, spec, requires_grad=False))
+                continue
+            except TypeError:  # another version's constructor
+                pass
+        found.append(_from_local(local, like))
+    return found
+
+
+def _from_local(local: Tensor, like: DTensor) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local,
         like.device_mesh,

@@ -74,7 +74,8 @@ def add_noise(
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     computed: set[torch.device] = set()  # on which shards are that wait in host memory
     own, places = locals_of(sources), locals_of(targets)
-    devices = compute_devices(sources)
+    on_gpu = all([shard.is_cuda for shard in own])
+    devices = [shard.device for shard in own] if on_gpu else compute_devices(sources)
     todo = zip(sources, own, places, streams, devices, strict=True)
     for source, local, place, keys, device in todo:
         if device != local.device:  # one at a time: there is no room for all

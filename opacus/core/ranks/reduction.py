@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from opacus.core.platform.profiling import REDUCTION, each_layer, timed
 from opacus.core.platform.sharded import compute_device, local_of
 from opacus.core.platform.sizes import BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT, LAST_BUCKET_ELEMENTS
 from opacus.core.ranks.asked import Asked
-from opacus.core.ranks.shards import Shards, add_shard, shards_of
+from opacus.core.ranks.shards import Shards, add_shards, shards_of
 from opacus.core.sums.terms import Bucket, Terms
 from opacus.core.sums.unreduced import Unreduced
 
@@ -39,6 +40,21 @@ class _Reduction:
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class _Layout(dict[str, Shards]):
+    """How each parameter lies on the ranks, found out when it is first asked for."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        super().__init__()
+        self._parameters, self._dtypes = parameters, dtypes
+
+    def __missing__(self, name: str) -> Shards:
+        dtype = self._dtypes.get(name, torch.float32)
+        self[name] = found = shards_of(name, self._parameters[name], dtype)
+        return found
+
+
 class ShardedSink:
     """Reduce-scatters clipped sums, a bucket at a time, while the next bucket is filled.
 
@@ -56,7 +72,7 @@ class ShardedSink:
     ) -> None:
         self.parameters = parameters
         self.reduce_dtypes = reduce_dtypes
-        self._shards: dict[str, Shards] = {}
+        self._shards = _Layout(parameters, reduce_dtypes)
         self._bucket = Bucket()
         self._small: dict[str, Terms] = {}
         self._flying: list[_Reduction] = []
@@ -77,17 +93,17 @@ class ShardedSink:
         earlier = self.unreduced.pop(name)
         if earlier is not None:
             terms.later = [*terms.later, lambda: earlier]
-        if self._shards_of(name).elements <= LAST_BUCKET_ELEMENTS:
+        if self._shards[name].elements <= LAST_BUCKET_ELEMENTS:
             self._small[name] = terms  # together, after the others
         else:
             self._take(name, terms)
 
     def hold(self, name: str, total: Tensor) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
-        self.unreduced.add(name, total.to(self._shards_of(name).dtype))
+        self.unreduced.add(name, total.to(self._shards[name].dtype))
 
     def _take(self, name: str, terms: Terms) -> None:
-        shards = self._shards_of(name)
+        shards = self._shards[name]
         if not self._bucket.takes(shards.elements, shards.reduction):
             self._launch()
         self._bucket.put(name, terms, shards.elements, shards.reduction)
@@ -157,7 +173,7 @@ class ShardedSink:
         result = [wanted for _, wanted in blocks]
         groups: dict[Any, list[int]] = {}
         for place, (owners, _) in enumerate(blocks):
-            groups.setdefault(self._shards_of(min(owners)).group, []).append(place)
+            groups.setdefault(self._shards[min(owners)].group, []).append(place)
         for group, places in groups.items():
             if dist.get_world_size(group) == 1:
                 continue
@@ -178,7 +194,7 @@ class ShardedSink:
             return True
         if not self.reductions:
             return False  # the peak of a step is not known yet
-        needed = sum(p.numel() * self._shards_of(n).dtype.itemsize for n, p in trained)
+        needed = sum(p.numel() * self._shards[n].dtype.itemsize for n, p in trained)
         peak = torch.cuda.max_memory_allocated(device)
         return needed < most_in_use(device) - peak
 
@@ -186,7 +202,7 @@ class ShardedSink:
     def _groups(self) -> dict[Any, torch.device]:
         """The groups that shard parameters, then those of replicas, in the same order on all."""
         trained = [(n, p) for n, p in self.parameters.items() if p.requires_grad]
-        shards = [(self._shards_of(n), compute_device(p)) for n, p in trained]
+        shards = [(self._shards[n], compute_device(p)) for n, p in trained]
         replicas = {s.replicas: device for s, device in shards if s.replicas is not None}
         return {**{s.group: device for s, device in shards}, **replicas}
 
@@ -199,16 +215,13 @@ class ShardedSink:
     def _launch(self) -> None:
         waiting, self._bucket = self._bucket.terms, Bucket()
         bucket = _Reduction(list(waiting))
-        first = self._shards_of(bucket.names[0])
+        first = self._shards[bucket.names[0]]
         if len(self._flying) >= BUCKETS_IN_FLIGHT:
             self._land(self._flying.pop(0))
-        total = sum(self._shards_of(n).size for n in bucket.names)
+        sizes = [self._shards[name].size for name in bucket.names]
+        *bucket.starts, total = itertools.accumulate(sizes, initial=0)
         device = next(iter(waiting.values())).factors.device
         bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
-        start = 0
-        for name in bucket.names:
-            bucket.starts.append(start)
-            start += self._shards_of(name).size
         self._fill(bucket, bucket.whole, waiting)
         bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
         bucket.work = _reduce_scatter(
@@ -221,14 +234,13 @@ class ShardedSink:
         """Evaluate the sums into ``whole`` ``[W, n]``, stored gradients in one launch."""
         batched: list[tuple[Terms, int, int]] = []
         for name, start in zip(bucket.names, bucket.starts, strict=True):
-            shards, terms = self._shards_of(name), waiting.pop(name)
-            even = shards.dim == 0 and shards.elements == self.parameters[name].numel()
+            shards, terms = self._shards[name], waiting.pop(name)
             stored = terms.stored
-            alone = stored is not None and len(stored) > 0 and not terms.later and even
+            alone = stored is not None and stored.shape[0] and not terms.later and shards.even
             if alone and can_batch(stored, terms.factors):  # type: ignore[arg-type]
                 batched.append((terms, start, shards.size))
             else:
-                _fill(whole[:, start : start + shards.size], terms, even, shards)
+                _fill(whole[:, start : start + shards.size], terms, shards)
         if batched:
             weighted_sums(
                 [t.stored for t, _, _ in batched if t.stored is not None],
@@ -245,7 +257,7 @@ class ShardedSink:
         bucket.work.wait()
         bucket.whole = bucket.work = None
         assert bucket.shard is not None
-        first = self._shards_of(bucket.names[0])
+        first = self._shards[bucket.names[0]]
         if first.replicas is not None:
             dist.all_reduce(bucket.shard, group=first.replicas)
         if first.home == bucket.shard.device.type:
@@ -255,19 +267,12 @@ class ShardedSink:
 
     def _add(self, names: Sequence[str], shard: Tensor) -> None:
         """Add a bucket's shards to the gradients of its parameters."""
-        parts = shard.split([self._shards_of(name).size for name in names])
-        for name, values in zip(names, parts, strict=True):
-            add_shard(self.parameters[name], values)
-
-    def _shards_of(self, name: str) -> Shards:
-        if name not in self._shards:
-            dtype = self.reduce_dtypes.get(name, torch.float32)
-            self._shards[name] = shards_of(name, self.parameters[name], dtype)
-        return self._shards[name]
+        parts = torch.split_with_sizes(shard, [self._shards[name].size for name in names])
+        add_shards([self.parameters[name] for name in names], parts)
 
     def __getstate__(self) -> dict[str, Any]:
         transient: dict[str, Any] = {
-            "_shards": {},
+            "_shards": _Layout(self.parameters, self.reduce_dtypes),
             "_bucket": Bucket(),
             "_small": {},
             "_flying": [],
@@ -276,9 +281,9 @@ class ShardedSink:
         return {**self.__dict__, **transient, "holding": False, "_asked": None}
 
 
-def _fill(part: Tensor, terms: Terms, even: bool, shards: Shards) -> None:
+def _fill(part: Tensor, terms: Terms, shards: Shards) -> None:
     """Write a gradient into ``part`` ``[W, size]``, row r the shard of rank r."""
-    if even:
+    if shards.even:
         terms.write(part)
         return
     part.zero_()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opacus.core.platform.sharded import is_dtensor, local_of
-from opacus.core.platform.torch_internals import as_sharded
+from opacus.core.platform.sharded import is_dtensor, local_of, locals_of
+from opacus.core.platform.torch_internals import all_sharded
 from opacus.core.sums.terms import add_to_grad
 
 
@@ -27,6 +28,7 @@ class Shards:
         size: Elements of the largest shard, which all are padded to.
         dtype: Type in which gradients are summed.
         home: Kind of device that the shards wait on: the CPU's under ``CPUOffloadPolicy``.
+        even: Whether the whole is the shards one after another, without padding.
     """
 
     group: dist.ProcessGroup
@@ -36,31 +38,35 @@ class Shards:
     size: int
     dtype: torch.dtype
     home: str
+    even: bool
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of the padded whole."""
         return self.world * self.size
 
-    @property
+    @cached_property
     def reduction(self) -> Hashable:
         """Equal for parameters that can be reduced together."""
         return self.group, self.replicas, self.dtype, self.home
 
 
-def add_shard(parameter: Any, values: Tensor) -> None:
-    """Add to the gradient of a sharded parameter.
+def add_shards(parameters: Sequence[Any], values: Iterable[Tensor]) -> None:
+    """Add to the gradients of sharded parameters.
 
     Args:
-        parameter: Sharded by FSDP2.
-        values: Flat; starts with this rank's shard of what is added.
+        parameters: Sharded by FSDP2.
+        values: One for each, flat; starts with this rank's shard of what is added.
     """
-    local = local_of(parameter)
-    size = local.numel()
-    own = (values if values.numel() == size else values[:size]).view(local.shape)
-    if own.dtype != local.dtype or own.device != local.device:
-        own = own.to(device=local.device, dtype=local.dtype)
-    add_to_grad(parameter, as_sharded(own, parameter))
+    shards = []
+    for local, value in zip(locals_of(parameters), values, strict=True):
+        size = local.numel()
+        own = (value if value.numel() == size else value[:size]).view(local.shape)
+        if own.dtype != local.dtype or own.device != local.device:
+            own = own.to(device=local.device, dtype=local.dtype)
+        shards.append(own)
+    for parameter, grad in zip(parameters, all_sharded(shards, parameters), strict=True):
+        add_to_grad(parameter, grad)
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:
@@ -87,12 +93,14 @@ def shards_of(name: str, parameter: Any, dtype: torch.dtype) -> Shards:
     rows = -(-parameter.shape[dim] // world)
     rest = parameter.numel() // max(1, parameter.shape[dim])
     wide = torch.float64 if parameter.dtype == torch.float64 else dtype
+    size = rows * rest
     return Shards(
         group=mesh.get_group(axis),
         replicas=mesh.get_group(0) if axis else None,
         world=world,
         dim=dim,
-        size=rows * rest,
+        size=size,
         dtype=wide,
         home=local_of(parameter).device.type,
+        even=dim == 0 and world * size == parameter.numel(),
     )

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_dtype
 from opacus.core.kernels.norms.suite import REFERENCE, NormKernels
+from opacus.core.kernels.norms.tied import Heads
 from opacus.core.rules.grouping import regroup_tokens
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
@@ -54,6 +55,8 @@ class LayerRule:
     as_given: bool = False
     # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
     hides_rows: bool = False
+    # Whether :meth:`beside_table` is there.
+    beside_tables: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.
     batch_leads: bool | None = None
 
@@ -115,6 +118,19 @@ class LayerRule:
         """Squared norms ``[B]`` of the per-sample gradients, in fp32 (fp64 for fp64)."""
         grads = self.per_sample_grad(spec, activations, backprops)
         return {name: sum_of_squares(grad) for name, grad in grads.items()}
+
+    def beside_table(
+        self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
+    ) -> tuple[Heads, dict[str, Tensor]]:
+        """What the norm needs of a layer whose weight is a lookup table's, too.
+
+        Args:
+            ids: ``[B, S]``, the rows of the table that were looked up.
+
+        Returns:
+            That, and the squared norms of other parameters by local name.
+        """
+        raise NotImplementedError(f"{type(self).__name__} shares its weight with no table")
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float | None:
         """Multiply-adds of :meth:`norm_sq`; ``None`` if it forms the per-sample gradients."""

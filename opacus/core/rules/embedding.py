@@ -84,12 +84,16 @@ class EmbeddingRule(_TableRule):
     def _lookups(
         self, spec: LayerSpec, activations: Any, backprops: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, sample and gradient of each lookup; the padding row's gradient is zero."""
+        ids, g = self.looked_up(spec, activations, backprops)
+        return ids.reshape(-1), _samples(ids), g.flatten(0, 1)
+
+    def looked_up(
+        self, spec: LayerSpec, activations: Any, backprops: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows ``[B, T]`` and gradients ``[B, T, d]``; that of the padding row is zero."""
         ids, g = tokens_of(spec, activations, backprops, (0, 1))
         padding = spec.options["padding_idx"]
-        if padding is not None:
-            g = g.masked_fill((ids == padding)[..., None], 0.0)
-        return ids.reshape(-1), _samples(ids), g.flatten(0, 1)
+        return ids, g if padding is None else g.masked_fill((ids == padding)[..., None], 0.0)
 
 
 class EmbeddingBagRule(_TableRule):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, sweep
-from opacus.core.kernels.norms.reference import wide_dtype
+from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, live, sweep
+from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm, wide_dtype
+from opacus.core.kernels.norms.tied import Heads
 from opacus.core.rules.base import LayerRule, Use, scale_rows, unsupported
 from opacus.core.rules.grouping import check_rows_of_units, grouped_tokens
 from opacus.core.rules.spec import LayerSpec
@@ -56,6 +57,7 @@ class HeadLossRule(LayerRule):
     """
 
     as_given = True
+    beside_tables = True
 
     def __init__(self, loss: LossOptions, hidden: HiddenGradient) -> None:
         self.loss = loss
@@ -85,6 +87,27 @@ class HeadLossRule(LayerRule):
             norms["bias"] = wanted.norm_sq_bias = zeros[1]
         sweep(head, backprops, self.loss, wanted)
         return norms
+
+    def beside_table(
+        self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
+    ) -> tuple[Heads, dict[str, Tensor]]:
+        head, norms = _head(activations), {}
+        wanted = Wanted(ids=ids)
+        batch, tokens, d = head.hidden.shape
+        zeros = backprops.new_zeros(2, batch, dtype=wide_dtype(backprops))
+        wanted.looked_up = zeros.new_zeros(batch, tokens, ids.shape[1])
+        if tokens < d:
+            wanted.gram = zeros.new_zeros(batch, tokens, tokens)
+        else:
+            wanted.norm_sq = zeros[0]
+        if "bias" in spec.params:
+            norms["bias"] = wanted.norm_sq_bias = zeros[1]
+        sweep(head, backprops, self.loss, wanted)
+        hidden = live(head, backprops, self.loss).hidden
+        if wanted.gram is None:
+            return Heads(hidden, wanted.looked_up, torch.stack([zeros[0], zeros[0]])), norms
+        terms = wanted.gram.mul_(wide_bmm(hidden, hidden.transpose(1, 2)))
+        return Heads(hidden, wanted.looked_up, sums_and_sizes(terms)), norms
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         return 2.0 * backprops.numel() * spec.elements  # the logits again, and the sum

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import wide_bmm, wide_dtype
+from opacus.core.kernels.norms.tied import Heads, at_rows
 from opacus.core.platform.profiling import layers
 from opacus.core.rules.base import (
     Carried,
@@ -27,6 +28,7 @@ class LinearRule(LayerRule):
 
     light = ("bias",)
     bilinear = ("weight",)
+    beside_tables = True
     transposed = False
 
     def features(self, spec: LayerSpec) -> int:
@@ -110,6 +112,14 @@ class LinearRule(LayerRule):
                 norms[place]["bias"] = self.kernels.bias(pairs[place][1])
         return norms
 
+    def beside_table(
+        self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
+    ) -> tuple[Heads, dict[str, Tensor]]:
+        x, g = _tokens(spec, activations, backprops)
+        norms = self.norm_sq(spec, activations, backprops)
+        own = norms.pop("weight")  # mended where terms had cancelled
+        return Heads(x, at_rows(g, ids), torch.stack([own, own])), norms
+
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         x, g = _tokens(spec, activations, backprops)
         return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
@@ -144,6 +154,7 @@ class LinearRule(LayerRule):
 class TransposedLinearRule(LinearRule):
     """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
 
+    beside_tables = False
     transposed = True
 
     def weighted_grad(

@@ -155,12 +155,14 @@ class Ghost:
             budget_bytes=self.limits.of_waiting(losses.device) if self.deferred else None,
             planner=self.planner,
         )
-        before = {name: _state_of_grad(p) for name, p in self.parameters}
+        trained = [(name, p) for name, p in self.parameters if p.requires_grad]
+        before = _states_of_grads(trained)
         lone = self.recorder.ran_bare(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
             run_backward(losses, retain_graph)
-        _refuse_leaks(self, before)
+        if before != (after := _states_of_grads(trained)):
+            _refuse_leaks(self, [trained[i] for i, s in enumerate(after) if s != before[i]])
         self.summed.check()
         _note_samples(self, losses.shape[0])
 
@@ -233,13 +235,9 @@ def _note_samples(strategy: Ghost, samples: int) -> None:
         )
 
 
-def _refuse_leaks(strategy: Ghost, before: dict[str, tuple[int, int]]) -> None:
-    leaked = [n for n, p in strategy.parameters if before.get(n) != _state_of_grad(p)]
-    if not leaked:
-        return
-    for name, parameter in strategy.parameters:
-        if name in leaked:
-            parameter.grad = None
+def _refuse_leaks(strategy: Ghost, leaked: Sequence[tuple[str, nn.Parameter]]) -> None:
+    for _, parameter in leaked:
+        parameter.grad = None
     if (
         strategy.ledger is not None
         and strategy.ledger.kept.whole
@@ -247,7 +245,7 @@ def _refuse_leaks(strategy: Ghost, before: dict[str, tuple[int, int]]) -> None:
     ):
         # By reentrant checkpoints, say, of which there were none before: not the next time.
         strategy.recorder.lone.rule_out("gradients came past the forward pass")
-    raise foreign_gradients(leaked)
+    raise foreign_gradients([name for name, _ in leaked])
 
 
 def run_backward(losses: Tensor, retain_graph: bool) -> None:
@@ -268,7 +266,7 @@ def run_backward(losses: Tensor, retain_graph: bool) -> None:
         ) from error
 
 
-def _state_of_grad(parameter: nn.Parameter) -> tuple[int, int]:
-    """Changes when a gradient is assigned or modified in place."""
-    grad = parameter.grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
+def _states_of_grads(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
+    """One for each, which changes when its gradient is assigned or modified in place."""
+    grads = [parameter.grad for _, parameter in parameters]
+    return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]

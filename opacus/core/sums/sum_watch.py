@@ -41,7 +41,7 @@ class SumWatch:
         self._grads: list[Tensor] = []
         self._shards: list[Tensor] = []  # this rank's part of each
         self._noted: list[tuple[int, int]] = []  # their versions when they were complete
-        self._norms = torch.empty(0)  # [n], of this rank's shards of the sums
+        self._norms: list[Tensor] = []  # of this rank's shards of the sums
         self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
         # The same, of the step before, on its way to the host.
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
@@ -51,11 +51,11 @@ class SumWatch:
         self._grads = [p.grad for p in parameters if p.grad is not None]
         self._shards = locals_of(self._grads)
         self._noted = self._versions()
-        self._norms = _norms(self._shards, compute_devices(self._grads))
+        self._norms = _norms(self._shards, self._grads)
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._grads, self._shards, self._noted, self._norms = [], [], [], torch.empty(0)
+        self._grads, self._shards, self._noted, self._norms = [], [], [], []
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -70,7 +70,7 @@ class SumWatch:
         sharded = bool(grads) and self._shards[0] is not grads[0]
         blind = sharded and _uncounted(grads[0])
         moved: set[int] = set()
-        if written or (blind and not self._norms.is_cuda):
+        if written or (blind and not self._norms[0].is_cuda):
             kept = self._same(scale).tolist()
             moved = {id(grad) for grad, same in zip(grads, kept, strict=True) if not same}
         elif blind:
@@ -117,25 +117,30 @@ class SumWatch:
 
     def _same(self, scale: float) -> Tensor:
         """``[n]`` bool: which sums have the norm that was noted."""
-        now = _norms(self._shards, compute_devices(self._grads)) * scale
+        now, before = _stacked(_norms(self._shards, self._grads)) * scale, _stacked(self._norms)
         tolerance = 0.0 if scale == 1.0 else ROUNDING
-        return torch.isclose(now, self._norms, rtol=tolerance, atol=0.0, equal_nan=True)
+        return torch.isclose(now, before, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def _norms(shards: list[Tensor], devices: list[torch.device]) -> Tensor:
-    """``[n]`` norms of this rank's shards, each taken on the device given.
+def _norms(shards: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The norms of this rank's shards, each taken on the device that computes with it.
 
     A shard that waits in host memory is read by one core there; to copy it out takes less time.
     """
-    if not shards:
-        return torch.empty(0)
-    if all(s.device.type == device.type for s, device in zip(shards, devices, strict=True)):
-        norms = list(torch._foreach_norm(shards))
-    else:
-        pairs = zip(shards, devices, strict=True)
-        norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
-        for device in set(devices):
-            wait_for(device)  # before anyone writes to what is copied
+    if all([shard.is_cuda for shard in shards]):
+        return list(torch._foreach_norm(shards)) if shards else []
+    devices = compute_devices(grads)
+    pairs = list(zip(shards, devices, strict=True))
+    if all(shard.device.type == device.type for shard, device in pairs):
+        return list(torch._foreach_norm(shards))
+    norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
+    for device in set(devices):
+        wait_for(device)  # before anyone writes to what is copied
+    return norms
+
+
+def _stacked(norms: list[Tensor]) -> Tensor:
+    """``[n]``, on the device of the first."""
     first = norms[0].device
     return torch.stack([norm if norm.device == first else norm.to(first) for norm in norms])
 

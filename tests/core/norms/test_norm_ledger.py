@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opacus.core.norms import grouping, together
+from opacus.core.norms import grouping, tied, together
 from opacus.core.norms import ledger as norms
 from opacus.core.norms.ledger import NormLedger, total_norms
 from opacus.core.record import layers as layers_file
@@ -134,9 +134,10 @@ def reused_layers() -> Sequence[Use]:
     return [use(layer, torch.randn(s).double()) for layer, shapes in inputs.items() for s in shapes]
 
 
-def tied_layers() -> Sequence[Use]:
+def tied_layers(padding: int | None = 3) -> Sequence[Use]:
     """A table and a head with one weight; the head has a bias of its own."""
-    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9), nn.LayerNorm(6)).double()
+    kinds = nn.Embedding(9, 6, padding_idx=padding), nn.Linear(6, 9), nn.LayerNorm(6)
+    model = nn.Sequential(*kinds).double()
     model[1].weight = model[0].weight
     table, head, norm = layers_of(model)
     hidden = torch.randn(5, 7, 6).double()
@@ -172,6 +173,7 @@ def test_sums_over_uses_a_few_samples_at_a_time(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(together, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(tied, "CHUNK_ELEMENTS", chunk)  # 1: not even one sample's products
     uses = MODELS[name]()
     assert_norms(finish(NormLedger(5), records_of(uses)), expected(uses, 5))
 
@@ -181,6 +183,42 @@ def test_cross_term_of_tied_layers_counts() -> None:
     together = expected(uses, 5)["0.weight"]
     apart = expected(uses[:1], 5)["0.weight"] + expected(uses[1:2], 5)["0.weight"]
     assert not torch.allclose(together, apart, rtol=1e-2)
+
+
+def test_tied_layers_need_no_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = tied_layers()
+    ids = uses[0][1][0]
+    assert (ids == 3).any() and len(ids[0].unique()) < len(ids[0])  # padding, rows met again
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("formed")
+
+    for layer, _, _ in uses[:2]:
+        monkeypatch.setattr(type(layer.rule), "per_sample_grad", refuse)
+    assert_norms(finish(NormLedger(5), records_of(uses)), expected(uses, 5))
+    third = [*uses, uses[1]]  # a head that is used twice
+    with pytest.raises(AssertionError, match="formed"):
+        finish(NormLedger(5), records_of(third))
+
+
+@pytest.mark.parametrize("left", [0.0, 1e-3])
+def test_tied_gradients_that_cancel(left: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sample 1 but ``left`` of it, in fp32: by products nothing of that would be right."""
+    (table, (ids,), e), (head, (hidden,), g), _ = tied_layers(padding=None)
+    ids[1], g[1], hidden[1], e[1] = torch.arange(7), 0.0, torch.randn(7, 6), 0.0
+    g[1, range(7), range(7)] = 1.0
+    e[1] = (left - 1.0) * hidden[1]
+    for layer in (table, head):
+        layer.module.float()
+    uses = [(table, (ids,), e.float()), (head, (hidden.float(),), g.float())]
+    want = expected(uses, 5)["0.weight"]
+    assert float(want[1]) < 1e-4 < 1.0 < float(want[0])
+    got = finish(NormLedger(5), records_of(uses))["0.weight"].double()
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0.0)
+    monkeypatch.setattr(tied, "TRUSTED", -1.0)
+    bad = finish(NormLedger(5), records_of(uses))["0.weight"].double()
+    torch.testing.assert_close(bad[2:], want[2:], rtol=1e-5, atol=0.0)
+    assert float((bad[1] - want[1]).abs()) > 5e-3 * float(want[1]) or left == 0.0
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares, wide_bmm, wide_dtype, widen
+from opacus.core.kernels.norms.tied import at_rows
 from opacus.core.kernels.sums.weighted_sum import triton_works
 from opacus.core.platform.sizes import PART_ELEMENTS
 
@@ -62,6 +63,9 @@ class Wanted:
         units_bias: ``[B, V]``: of the bias.
         norm_sq: ``[B]`` zeros, at least fp32: squared norms of the weight's gradients.
         norm_sq_bias: ``[B]`` zeros: of the bias'.
+        gram: ``[B, T, T]`` zeros, at least fp32: products of the tokens' logits' gradients.
+        looked_up: ``[B, T, S]`` zeros, at least fp32: these gradients at the rows ``ids``.
+        ids: ``[B, S]``, rows of the weight.
         total: ``[V, d]`` zeros, at least fp32: sum of the weight's gradients over units.
         total_bias: ``[V]`` zeros, at least fp32: of the bias'.
     """
@@ -71,6 +75,9 @@ class Wanted:
     units_bias: Tensor | None = None
     norm_sq: Tensor | None = None
     norm_sq_bias: Tensor | None = None
+    gram: Tensor | None = None
+    looked_up: Tensor | None = None
+    ids: Tensor | None = None
     total: Tensor | None = None
     total_bias: Tensor | None = None
 
@@ -124,20 +131,24 @@ def sweep(head: Head, grads: Tensor, options: LossOptions, wanted: Wanted) -> No
     if torch.is_autocast_enabled(grads.device.type):  # the backward pass may run under it
         with torch.autocast(grads.device.type, enabled=False):
             return sweep(head, grads, options, wanted)
-    dead = (grads == 0) | (head.targets == options.ignore_index)
-    # Tokens that do not count may hold infinities.
-    hidden = head.hidden.masked_fill(dead[..., None], 0.0)
-    live = head._replace(hidden=hidden, lse=head.lse.masked_fill(dead, 0.0))
-    grads = grads.masked_fill(dead, 0.0)
-    most = PART_ELEMENTS
+    head = live(head, grads, options)
+    grads = grads.masked_fill(head.targets == options.ignore_index, 0.0)
+    hidden, most = head.hidden, PART_ELEMENTS
     if wanted.units is not None or wanted.norm_sq is not None:
-        most = min(most, PART_ELEMENTS * dead.numel() // max(1, len(dead) * hidden.shape[-1]))
-    for start, stop in _parts(len(head.weight), dead.numel(), most):
-        logits = _logit_grads(live, grads, options, start, stop)  # [B, T, c]
+        most = min(most, PART_ELEMENTS * grads.numel() // max(1, len(grads) * hidden.shape[-1]))
+    for start, stop in _parts(len(head.weight), grads.numel(), most):
+        logits = _logit_grads(head, grads, options, start, stop)  # [B, T, c]
         if wanted.hidden is not None:
             rows = wide_bmm(logits.view(1, -1, stop - start), head.weight[None, start:stop])
             wanted.hidden += rows.view(wanted.hidden.shape)
         _of_head(logits, hidden, wanted, slice(start, stop))
+
+
+def live(head: Head, grads: Tensor, options: LossOptions) -> Head:
+    """Zeros in the place of tokens that do not count, which may hold infinities."""
+    dead = (grads == 0) | (head.targets == options.ignore_index)
+    hidden = head.hidden.masked_fill(dead[..., None], 0.0)
+    return head._replace(hidden=hidden, lse=head.lse.masked_fill(dead, 0.0))
 
 
 def _of_head(logits: Tensor, hidden: Tensor, wanted: Wanted, part: slice) -> None:
@@ -147,6 +158,10 @@ def _of_head(logits: Tensor, hidden: Tensor, wanted: Wanted, part: slice) -> Non
         wanted.units[:, part] = torch.bmm(turned, hidden)
     elif wanted.norm_sq is not None:
         wanted.norm_sq += sum_of_squares(wide_bmm(turned, hidden))
+    if wanted.gram is not None:
+        wanted.gram += wide_bmm(logits, turned)
+    if wanted.looked_up is not None and wanted.ids is not None:
+        wanted.looked_up += at_rows(logits, wanted.ids, part.start)
     if wanted.total is not None:
         tokens = hidden.flatten(0, 1)
         wanted.total[part] = wide_bmm(logits.flatten(0, 1).t()[None], tokens[None])[0]

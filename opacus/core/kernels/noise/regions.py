@@ -19,6 +19,11 @@ from opacus.core.platform.sharded import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Ways in which tensors lie on the ranks that are remembered.
+MOST_KNOWN = 1 << 14
+# By the place of what DTensors say of that, which takes less time than to compare it.
+_KNOWN: dict[int, tuple[Any, tuple[int, ...], list[Region]]] = {}
+
 Span = tuple[int, int]  # first index of a dimension, and how many
 
 
@@ -64,10 +69,19 @@ def regions_of(tensor: Tensor, local: Tensor) -> list[Region]:
     """
     if not is_dtensor(tensor):
         return [whole(tensor.numel())] if tensor.numel() else []
-    return _regions_of(tensor.device_mesh, tensor.placements, tensor.shape, local.shape)
+    spec: Any = getattr(tensor, "_spec", None)  # gradients have that of their parameter
+    known = _KNOWN.get(id(spec))
+    if known is not None and known[0] is spec and known[1] == local.shape:
+        return known[2]
+    found = _regions_of(tensor.device_mesh, tensor.placements, tensor.shape, local.shape)
+    if len(_KNOWN) >= MOST_KNOWN:
+        _KNOWN.clear()
+    if spec is not None:
+        _KNOWN[id(spec)] = spec, local.shape, found
+    return found
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@functools.lru_cache(maxsize=MOST_KNOWN)
 def _regions_of(
     mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
 ) -> list[Region]:

@@ -209,14 +209,14 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
         gram = wide_bmm(activations[:, rows], a_t[:, :, start:])
         gram *= wide_bmm(backprops[:, rows], g_t[:, :, start:])
         square = gram.shape[1]
-        parts.append(_sums_and_sizes(gram[:, :, :square]))
+        parts.append(sums_and_sizes(gram[:, :, :square]))
         if start + square < tokens:  # both are symmetric: the rest counts twice
-            parts.append(2 * _sums_and_sizes(gram[:, :, square:]))
+            parts.append(2 * sums_and_sizes(gram[:, :, square:]))
     total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return _settle(activations, backprops, total)
 
 
-def _sums_and_sizes(terms: Tensor) -> Tensor:
+def sums_and_sizes(terms: Tensor) -> Tensor:
     """``[B, t, s] -> [2, B]``: sums of each sample's terms, and of their absolute values."""
     both = torch.empty(2, len(terms), dtype=terms.dtype, device=terms.device)
     torch.sum(terms, (1, 2), out=both[0])
