@@ -1,4 +1,4 @@
-"""What autograd carries of the layers to one node of each FSDP2 unit, instead of records.
+"""What autograd carries of the layers to one node of each unit (of FSDP2, or the model) itself.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
@@ -22,6 +22,7 @@ Note [Carriers]
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
-from opacus.core.platform.torch_internals import gathered_by, outside_graphs
+from opacus.core.platform.sharded import is_fsdp
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
@@ -67,12 +69,12 @@ class _Carrying(NamedTuple):
     Attributes:
         layers: Of the unit.
         likes: Of all of them.
-        whole: Whether these are all layers of the unit.
+        names: Of the layers.
     """
 
     layers: list[_CarriedLayer]
     likes: list[Tensor]
-    whole: bool
+    names: frozenset[str]
 
 
 Known = dict[nn.Module, _Carrying]
@@ -86,15 +88,19 @@ class Carried:
     record of its own.
 
     Args:
-        model: Sharded by FSDP2.
-        recorder: Its recorder.
+        units: Modules, and the names in the model of the parameters that each carries.
+        recorder: Of the model.
         sink: Called in the backward pass with a forward pass and its gradients ``[B, *shape]`` by
             parameter name.
         limits: What may be held.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits
+        self,
+        units: Mapping[nn.Module, AbstractSet[str]],
+        recorder: Recorder,
+        sink: WholeSink,
+        limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, Known] = {}
@@ -105,10 +111,12 @@ class Carried:
         self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
-        for unit, names in gathered_by(model).items():
-            own = [h for h in recorder.layer_hooks if names.issuperset(h.layer.owners.values())]
+        for unit, names in units.items():
+            own = [h for h in recorder.layer_hooks if names >= set(h.layer.owners.values())]
+            gathered = is_fsdp(unit)
             if own:
                 self._units[unit] = own
+            if own and gathered:
                 recorder.handles += [  # after FSDP2's own, which gathers
                     unit.register_forward_pre_hook(enter),
                     unit.register_forward_hook(leave, always_call=True),
@@ -137,6 +145,9 @@ class Carried:
             self._open = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            for unit in known:
+                if not is_fsdp(unit):
+                    self._enter(unit)
 
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
@@ -159,6 +170,8 @@ class Carried:
         (key, seen), self._open = self._open, None
         if set(passes) != {seen} or kept.rounded:
             return
+        if any(choice.what in ("replay", "offload") for choice in choices.values()):
+            return  # memory is short: each record is looked at
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         found: Known = {}
@@ -167,21 +180,21 @@ class Carried:
             own = [layer for layer in maybe if layer is not None]
             if own:
                 likes = [like for layer in own for like in layer.likes]
-                found[unit] = _Carrying(own, likes, len(own) == len(layers))
+                names = frozenset(layer.hooks.layer.spec.name for layer in own)
+                found[unit] = _Carrying(own, likes, names)
         self._known[key] = found
 
     def forget(self) -> None:
         """Memory has run out, or is counted: layers have records again."""
         self._known.clear()
 
-    def carries_all_of(self, module: nn.Module) -> bool:
-        """Whether no layer of a block that runs now will have a record."""
-        found = self._now.get(module)
-        return found is not None and found.whole
+    def carries_some_of(self, layers: AbstractSet[str]) -> bool:
+        """Whether any of these layers has no record in the pass that runs now."""
+        return any(not layers.isdisjoint(found.names) for found in self._now.values())
 
     # --- around each unit ---
 
-    def _enter(self, unit: nn.Module, args: Any) -> None:
+    def _enter(self, unit: nn.Module, args: Any = ()) -> None:
         """The unit's parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
