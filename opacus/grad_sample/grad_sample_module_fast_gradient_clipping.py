@@ -30,7 +30,7 @@ from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
 from opacus.core.sums.summed import Summed
-from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.terms import LocalSink, WaitingSink
 from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
@@ -284,7 +284,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def _sink(self) -> Callable[[Record], None]:
         return self._by_hook if self._watched() else self._strategy.receive
 
-    def _make_sink(self) -> GradientSink:
+    def _make_sink(self) -> LocalSink | WaitingSink:
         """Where the clipped sums of a single backward pass go."""
         return LocalSink(dict(self._module.named_parameters()))
 

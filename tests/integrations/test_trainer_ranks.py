@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import DistributedTestError, run_distributed
 from tests.integrations import oracle
 from tests.integrations.on_ranks import WAYS, become_rank, whole, with_plugin
 from tests.integrations.tiny import Texts, arguments, collate, llama, weights
@@ -145,6 +149,91 @@ def test_resumed_on_two_ranks(tmp_path: Path, way: str, adapters: bool) -> None:
         torch.testing.assert_close(first["started"][name], value, rtol=0, atol=0)
     assert any(not torch.equal(first["initial"][n], w) for n, w in first["started"].items())
     assert (tmp_path / "checkpoint-4" / "privacy.pt").is_file()
+
+
+# An order of the data without chance, and no noise: a resumed run ends where a whole one does.
+EXACT = {"noise_multiplier": 0.0, "clipping_norm": CLIPPING_NORM, "poisson_sampling": False}
+NOISY = {"target_epsilon": 3.0, "delta": 1e-3}
+
+
+def killed_run(folder: str, kind: str, **changes: Any) -> Any:
+    privacy = {**(EXACT if kind == "exact" else NOISY), "expected_batch_size": 4}
+    trainer = trainer_of(
+        f"{folder}/{kind}", "fsdp", privacy=privacy, optim="adamw_torch", learning_rate=0.01,
+        per_device_train_batch_size=4, save_strategy="steps", save_steps=2, max_steps=4,
+        train_sampling_strategy="sequential" if kind == "exact" else "random", **changes,
+    )  # fmt: skip
+    trainer.keys = []
+    step = trainer.training_step
+
+    def noted(*args: Any) -> Any:
+        loss = step(*args)
+        trainer.keys.append(trainer.optimizer._parallelism.key.key.identifier)
+        return loss
+
+    trainer.training_step = noted
+    return trainer
+
+
+def run_and_die(rank: int, world_size: int, folder: str) -> None:
+    """A whole run; then rank 1 is killed in step 4, after the checkpoint of step 2."""
+    become_rank(rank, world_size)
+    exact = killed_run(folder, "exact")
+    exact.train()
+    end = whole(exact.model)
+    trainer = killed_run(folder, "noisy")
+    step = trainer.training_step
+
+    def dying(*args: Any) -> Any:
+        if trainer.state.global_step == 3:
+            kept = trainer.seen[2][1], trainer.keys, time.time(), end
+            if rank == 0:
+                torch.save(kept, f"{folder}/before")
+            dist.barrier()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args)
+
+    trainer.training_step = dying
+    trainer.train()
+
+
+def go_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    become_rank(rank, world_size)
+    found: dict[str, Any] = {}
+    for kind in ("exact", "noisy"):
+        trainer = killed_run(folder, kind)
+        trainer.train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-2")
+        found[kind] = {
+            "epsilon": trainer.get_epsilon() if kind == "noisy" else 0.0, "keys": trainer.keys,
+            "history": trainer.privacy_engine.accountant.history, "end": whole(trainer.model),
+            "start": trainer.seen[0][1],
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
+    with pytest.raises(DistributedTestError, match="rank 1 died with exit code -9") as failure:
+        run_distributed(run_and_die, 2, str(tmp_path), timeout=120)
+    start, keys, killed, end = torch.load(tmp_path / "before", weights_only=False)
+    assert time.time() - killed < 15.0  # rank 0 does not wait for it
+    assert "rank 0 raised" in str(failure.value) and "peer" in str(failure.value)
+    for world_size in (4, 1):
+        folder = tmp_path / f"on-{world_size}"
+        for kind in ("exact", "noisy"):
+            shutil.copytree(tmp_path / kind / "checkpoint-2", folder / kind / "checkpoint-2")
+        ranks = run_distributed(go_on, world_size, str(folder), timeout=120)
+        for of_rank in ranks:
+            noisy, exact = of_rank["noisy"], of_rank["exact"]
+            assert 2.8 < noisy["epsilon"] <= 3.0
+            assert [(rate, steps) for _, rate, steps in noisy["history"]] == [(4 / 14, 4)]
+            assert len(noisy["keys"]) == 2 and not set(noisy["keys"]) & set(keys)
+            for name, value in noisy["start"].items():
+                torch.testing.assert_close(value, start[name], rtol=0, atol=0)
+                torch.testing.assert_close(noisy["end"][name], ranks[0]["noisy"]["end"][name])
+            for name, value in exact["end"].items():
+                torch.testing.assert_close(value, end[name], rtol=1e-4, atol=1e-6)
 
 
 def noise_alone(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus.core.platform.fsdp_passes import communication_state, drop_pass
+from opacus.core.platform.fsdp_passes import (
+    communication_state,
+    drop_pass,
+    has_open_backward,
+)
+from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.ranks.meeting import Meetings, Outcome, ranks_with
 
 _RESUME = "End all ranks and resume from the last checkpoint"
@@ -53,10 +58,13 @@ class Recovery:
         try:
             yield
         except BaseException as error:
-            self._failures += 1
-            self._error = f"{type(error).__name__}: {error}"
-            self._place = f"{what}; {communication_state(self._model)}; {self._position()}"
+            self._note(what, f"{type(error).__name__}: {error}")
             raise
+
+    def _note(self, what: str, error: str) -> None:
+        self._failures += 1
+        self._error = error
+        self._place = f"{what}; {communication_state(self._model)}; {self._position()}"
 
     def put_back(self) -> None:
         """Let FSDP2 drop what is left of the failed pass; no other rank is asked."""
@@ -72,7 +80,11 @@ class Recovery:
 
     def _go_on(self, module: nn.Module, args: Any) -> None:
         if not self._error and not self._verdict:
-            return
+            if number_of_backward() >= 0 or not has_open_backward(self._model):
+                return
+            # That of a loss which is not the criterion's has failed, and was not watched.
+            self._note("backward", "of another loss")
+            self.put_back()
         if not self._verdict:
             outcome = self._meetings.meet(str(self._failures), self._place, self.WAIT)
             if outcome.agreed:

@@ -77,14 +77,19 @@ class Visit:
         self.held = self.freed = self.seen = self.backprops = 0
         self.chosen = self.stays = self.leaves = False
         leaves = tree_leaves((args, kwargs))
-        self.possible = all(isinstance(leaf, _PLAIN) for leaf in leaves)
+        self.possible = all([isinstance(leaf, _PLAIN) for leaf in leaves])
         self.arguments: Any = (args, kwargs) if self.possible else None
+        self._given = [t for t in leaves if isinstance(t, Tensor)] if self.possible else []
         self.gradient: Tensor | None = None
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.possible else []
-        self.shapes = tuple(t.shape for t in given)
-        self.versions = [t._version for t in given]
+        self.shapes = tuple([t.shape for t in self._given])
+        self.versions = self.versions_now()
         self.random = _random_state()
         self.autocast = _autocast(leaves)
+
+    def let_go(self) -> None:
+        """It is not run again."""
+        self.arguments = self.gradient = None
+        self._given = []
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
@@ -101,12 +106,12 @@ class Visit:
     @property
     def given(self) -> int:
         """Bytes of its arguments, which are there anyway until its backward pass is over."""
-        return sum(t.nbytes for t in tree_leaves(self.arguments) if isinstance(t, Tensor))
+        return sum([t.nbytes for t in self._given])
 
     @property
     def bytes(self) -> int:
         """The tensors that a replay needs."""
-        return sum(t.numel() * t.element_size() for t in self._tensors())
+        return sum([t.numel() * t.element_size() for t in self._tensors()])
 
     def run(self) -> Tensor:
         """Run the block forward as it ran; layers are tapped as the recorder's state asks for.
@@ -145,8 +150,7 @@ class Visit:
         return [t._version for t in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
-        given = [t for t in tree_leaves(self.arguments) if isinstance(t, Tensor)]
-        return given if self.gradient is None else [*given, self.gradient]
+        return self._given if self.gradient is None else [*self._given, self.gradient]
 
 
 class Blocks:
@@ -226,13 +230,13 @@ class Blocks:
         if visit.possible:
             found[0].register_hook(functools.partial(self._arrived, visit))
         else:
-            visit.arguments = None
+            visit.let_go()
 
     def _arrived(self, visit: Visit, grad: Tensor) -> None:
         """The backward pass enters a block: that of the one before it is over."""
         before, self.current = self.current, visit
         if before is not None and not before.chosen:
-            before.arguments = before.gradient = None
+            before.let_go()
         self._ran.pop(id(visit.block), None)
         visit.gradient = grad.detach()
         visit.versions = [*visit.versions, grad._version]

@@ -105,7 +105,7 @@ PLACES = {"ghost_fsdp": (1, 3, 4, 6), "ghost_fsdp_bk": (1, 3)}
 
 def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
     ends = [with_and_without(rank, mode, deferred=False) for mode in PLACES]
-    ends.append(fails_while_reducing(rank))
+    ends += [fails_while_reducing(rank), fails_unwatched(rank)]
     before_213()
     return ends + [with_and_without(rank, mode, deferred=True) for mode in PLACES]
 
@@ -148,6 +148,23 @@ def fails_while_reducing(rank: int) -> list[list[Tensor]]:
                 patch.setattr(ShardedSink, "_land", _no_room)
                 with pytest.raises(MemoryError, match="no room"):
                     run.step()
+        run.step()
+        ends.append(run.weights())
+    return ends
+
+
+def fails_unwatched(rank: int) -> list[list[Tensor]]:
+    """The same, for the backward pass of a loss that the criterion did not make."""
+    ends = []
+    for fails in (False, True):
+        run = Run("ghost_fsdp_bk", rank)
+        run.step()
+        if fails:
+            Fuse.countdown = 2
+            with pytest.raises(MemoryError, match="no room"):
+                run.private(run.x).sum().backward()
+            Fuse.countdown = 0
+        run.step()
         run.step()
         ends.append(run.weights())
     return ends
