@@ -77,7 +77,7 @@ def gather_in_backward(unit: Any) -> None:
 
     FSDP2 does so itself where a gradient comes to an output of the unit.
     """
-    unit._get_fsdp_state()._pre_backward(None)
+    unit._getfsdp_state()._pre_backward(None)
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -89,15 +89,16 @@ def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _in_unit(module: Any, names: dict[int, str]) -> Iterator[tuple[str, Any, Any]]:
-    unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    for group in _groups(unit):
+    unit = fsdp_state(module)
+    for group in groups_of(unit):
         for state in getattr(group, "fsdp_params", ()):
             name = names.get(id(getattr(state, "sharded_param", None)))
             if name is not None:
                 yield name, group, state
 
 
-def _groups(unit: Any) -> list[Any]:
+def groups_of(unit: Any) -> list[Any]:
+    """FSDP2's groups of a unit, which its parameters are gathered in."""
     several = getattr(unit, "_fsdp_param_groups", None)  # since torch 2.12
     return [getattr(unit, "_fsdp_param_group", None)] if several is None else list(several)
 
@@ -294,34 +295,24 @@ def default_store() -> Any:
     return None if found is None else found()
 
 
-def _fsdp_states(model: nn.Module) -> list[Any]:
+def fsdp_states(model: nn.Module) -> list[Any]:
     """What FSDP2 knows of each unit, in the same order on all ranks.
 
     A root has a list of them once it has run, which is much shorter than that of all modules.
     """
-    own = _fsdp_state(model)
+    own = fsdp_state(model)
     if getattr(own, "_is_root", False):
         states = list(getattr(getattr(own, "_state_ctx", None), "all_states", ()))
         if states:
             return states
-    found = dict.fromkeys(map(_fsdp_state, model.modules()))  # several modules may have one
+    found = dict.fromkeys(map(fsdp_state, model.modules()))  # several modules may have one
     return [state for state in found if state is not None]
 
 
-def _fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: nn.Module) -> Any:
+    """What FSDP2 knows of the unit that a module is; ``None`` if it is none."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     return None if state_of is None else state_of()
-
-
-def communication_state(model: nn.Module) -> str:
-    """The state of each FSDP2 unit within a pass, equal where ranks have communicated equally."""
-    states = []
-    for state in _fsdp_states(model):
-        for group in _groups(state):
-            training = getattr(getattr(group, "_training_state", None), "name", "-")
-            fetched = getattr(group, "_all_gather_result", None) is not None
-            states.append(f"{training[:3]}{'+' * fetched}")
-    return " ".join(states)
 
 
 @contextmanager
@@ -332,8 +323,8 @@ def reduced_at_once(model: nn.Module) -> Iterator[None]:
     """
     flags = ("reduce_grads", "all_reduce_grads")
     before = []
-    for state in _fsdp_states(model):
-        for group in _groups(state):
+    for state in fsdp_states(model):
+        for group in groups_of(state):
             off = [flag for flag in flags if getattr(group, flag, True) is False]
             before += [(group, flag) for flag in off]
     for group, flag in before:
@@ -343,84 +334,6 @@ def reduced_at_once(model: nn.Module) -> Iterator[None]:
     finally:
         for group, flag in before:
             setattr(group, flag, False)
-
-
-def is_idle(model: nn.Module) -> bool:
-    """Whether no FSDP2 unit is in the middle of a pass."""
-    return set(communication_state(model).split()) <= {"IDL"}
-
-
-def has_open_backward(model: nn.Module) -> bool:
-    """Whether a backward pass has come to units of FSDP2, and has not ended there."""
-    contexts = [getattr(_fsdp_state(root), "_state_ctx", None) for root in _outermost(model)]
-    return any(getattr(c, "post_backward_final_callback_queued", False) for c in contexts)
-
-
-def _outermost(module: nn.Module) -> Iterator[Any]:
-    if is_fsdp(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
-
-
-# What an FSDP2 group, and what all groups of a model share, keep of a running pass.
-_OF_GROUP = (
-    *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
-    *("_partial_reduce_output", "_all_reduce_state"),
-)
-_OF_ALL = ("all_gather_state", "reduce_scatter_state")
-_LISTS = ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events")
-_STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
-
-
-def drop_pass(model: nn.Module) -> bool:
-    """Let FSDP2 drop a forward or backward pass that has failed, and shard all units.
-
-    Later work of the device waits for the collectives that have begun; the host does not.
-
-    Returns:
-        Whether no unit is in the middle of a pass now. Not in a version of torch that is different.
-    """
-    roots = list(_outermost(model))
-    if all(hasattr(root, "reset_iter_state") for root in roots):  # since torch 2.13
-        for root in roots:
-            root.reset_iter_state()
-        return is_idle(model)
-    try:
-        for state in _fsdp_states(model):
-            _drop_pass(state)
-    except AttributeError:
-        return False
-    return is_idle(model)
-
-
-def _drop_pass(state: Any) -> None:
-    """:func:`drop_pass` of one unit."""
-    shared, running = state._comm_ctx, state._state_ctx
-    now = shared.device_handle.current_stream()
-    for name in _STREAMS:
-        now.wait_stream(getattr(shared, f"{name}_stream"))
-    for name in _OF_ALL:
-        setattr(shared, name, None)
-    for name in _LISTS:
-        getattr(shared, name, []).clear()
-    running.iter_forward_root = None
-    running.post_backward_final_callback_queued = False
-    idle = type(state._training_state).IDLE
-    state._training_state = idle
-    getattr(state, "_modules_to_run_forward", set()).clear()
-    for group in _groups(state):
-        if group is None:
-            continue
-        work = getattr(group._all_gather_result, "all_gather_work", None)
-        if work is not None:
-            work.wait()
-        for name in _OF_GROUP:
-            setattr(group, name, None)
-        group._post_forward_indices.clear()
-        group._training_state = idle
-        group._to_sharded()
 
 
 def accumulator_of(leaf: Tensor) -> Any:

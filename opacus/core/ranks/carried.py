@@ -104,8 +104,9 @@ class Carried:
     ) -> None:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, Known] = {}
-        self._open: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
+        self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
         self._now: Known = {}
+        self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
         self._entered: list[tuple[nn.Module, _Carrying]] = []
         self._units: dict[nn.Module, list[LayerHooks]] = {}
@@ -132,9 +133,8 @@ class Carried:
             inputs: Arguments of the model.
             rows_are_units: Whether that is known of all layers.
         """
-        self.end()
         batch, limits = forward_pass.batch, self._limits
-        self._open, self.choices = None, {}
+        self.learning, self.choices = None, {}
         plain = batch is not None and batch > 1 and forward_pass.named is None
         if not plain or limits.limited or limits.again:
             return
@@ -142,9 +142,10 @@ class Carried:
         key = (batch, *shapes)
         known = self._known.get(key)
         if known is None:
-            self._open = key, forward_pass
+            self.learning = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            self.running = True
             for unit in known:
                 if not is_fsdp(unit):
                     self._enter(unit)
@@ -153,7 +154,7 @@ class Carried:
         """The forward pass has ended or failed: all is in its place again."""
         while self._entered:
             self._out()
-        self._now, self._use = {}, None
+        self._now, self._use, self.running = {}, None, False
 
     def learn(
         self, passes: Collection[ForwardPass], kept: Kept, choices: Mapping[str, Choice]
@@ -165,9 +166,9 @@ class Carried:
             kept: What is kept of them.
             choices: Why.
         """
-        if self._open is None:
+        if self.learning is None:
             return
-        (key, seen), self._open = self._open, None
+        (key, seen), self.learning = self.learning, None
         if set(passes) != {seen} or kept.rounded:
             return
         if any(choice.what in ("replay", "offload") for choice in choices.values()):
@@ -225,8 +226,9 @@ class Carried:
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
             "_known": {},
-            "_open": None,
+            "learning": None,
             "_now": {},
+            "running": False,
             "_use": None,
             "_entered": [],
         }

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus.core.platform.torch_internals import (
+from opacus.core.platform.fsdp_passes import (
     communication_state,
     drop_pass,
     has_open_backward,
-    number_of_backward,
 )
+from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.ranks.meeting import Meetings, Outcome, ranks_with
 
 _RESUME = "End all ranks and resume from the last checkpoint"

@@ -56,9 +56,13 @@ class Carries(Protocol):
 
     Attributes:
         choices: What was decided for the layers that the latest pass has carried.
+        running: Whether a forward pass with carriers runs.
+        learning: What the latest pass may teach; ``None``: nothing.
     """
 
     choices: dict[str, Any]
+    running: bool
+    learning: Any
 
     def begin(self, forward_pass: ForwardPass, inputs: Any, *, rows_are_units: bool) -> None:
         """The model's forward begins; it is recorded."""

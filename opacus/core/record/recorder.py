@@ -171,7 +171,7 @@ class Recorder(Taps):
             return
         if self.lone is not None and self.lone.running:
             self.lone.end()
-        if self.carried is not None:
+        if self.carried is not None and self.carried.running:
             self.carried.end()
         self.bare = False
 

@@ -105,7 +105,7 @@ class OnePass(Ghost):
         if self.planner.blocks is not None:
             self.planner.settled()
         carried, choices = self.recorder.carried, self.planner.report.choices
-        if carried is not None and self.ledger is not None:
+        if carried is not None and carried.learning and self.ledger is not None:
             carried.learn(self.summed.running, self.ledger.kept, choices)
         moments += [start, moment()]
 

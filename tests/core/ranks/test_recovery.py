@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.platform import torch_internals
+from opacus.core.platform import fsdp_passes
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.utils.fsdp_utils import FSDP2Wrapper
@@ -221,7 +221,7 @@ def in_unknown_torch(rank: int) -> str:
     before_213()
     Fuse.countdown = BLOCKS + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_internals, "_drop_pass", _is_different)
+        patch.setattr(fsdp_passes, "_drop_pass", _is_different)
         with pytest.raises(MemoryError):
             run.step()
     with pytest.raises(RuntimeError) as caught:
