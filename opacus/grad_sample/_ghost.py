@@ -65,8 +65,7 @@ class GhostSettings(GradSampleHooks):
         It may be set as a share of the card, such as 0.9. What is held follows from it block by
         block, as for :attr:`held_budget`; a step without privacy needs what is left. ``None`` (the
         default): all that the process can get of the card, but a twentieth of it. After running
-        out of memory a block more runs again from the next step on, with a warning (under FSDP2
-        from torch 2.13 on: FSDP2 of earlier ones cannot go on after an error in a backward pass).
+        out of memory a block more runs again from the next step on, with a warning.
         """
         return self._strategy.limits.peak
 

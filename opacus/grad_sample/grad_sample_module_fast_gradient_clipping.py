@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from opacus.core.platform.profiling import (
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.clipping import Factors, clip_each, clip_flat
 from opacus.core.privacy.params import PrivacyParams
+from opacus.core.ranks.carried import Carried
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record
@@ -28,7 +30,7 @@ from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
 from opacus.core.sums.summed import Summed
-from opacus.core.sums.terms import GradientSink, LocalSink
+from opacus.core.sums.terms import LocalSink, WaitingSink
 from opacus.core.sums.two_pass import TwoPass
 from opacus.core.sums.unreduced import Unreduced
 from opacus.grad_sample._ghost import GhostNorms
@@ -258,8 +260,15 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         return strategy
 
     def _carried(self, strategy: Ghost) -> Carries | None:
-        """What lets layers do without records; ``None`` where every layer must be seen."""
-        return None
+        """What lets layers do without records; ``None`` where each keeps its record."""
+        if strategy.deferred or not isinstance(strategy, OnePass):
+            return None
+        units = self._carrying_units()
+        return Carried(units, self._recorder, strategy.receive_formed, strategy.limits)
+
+    def _carrying_units(self) -> Mapping[nn.Module, AbstractSet[str]]:
+        """The modules through one node of which gradients come, and the parameters of each."""
+        return {self._module: {name for name, _ in self._module.named_parameters()}}
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """What runs batches of one sample without taps; ``None`` where every layer must be seen."""
@@ -275,7 +284,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     def _sink(self) -> Callable[[Record], None]:
         return self._by_hook if self._watched() else self._strategy.receive
 
-    def _make_sink(self) -> GradientSink:
+    def _make_sink(self) -> LocalSink | WaitingSink:
         """Where the clipped sums of a single backward pass go."""
         return LocalSink(dict(self._module.named_parameters()))
 

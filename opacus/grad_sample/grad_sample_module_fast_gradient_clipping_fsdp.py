@@ -22,7 +22,6 @@ from opacus.core.platform.torch_internals import (
     tensor_parallel_names,
 )
 from opacus.core.privacy.clipping import Factors
-from opacus.core.ranks.carried import Carried
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.lone_units import LoneSampleOfUnits
@@ -165,11 +164,11 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         )
 
     def _carried(self, strategy: Ghost) -> Carries | None:
-        """See there; where norms are deferred every layer keeps its record."""
-        shared = self.data_layout == "replicated" or strategy.deferred
-        if shared or not isinstance(strategy, OnePass):
-            return None
-        return Carried(self._module, self._recorder, strategy.receive_formed, strategy.limits)
+        """See there; replicated data are shared out by layers."""
+        return None if self.data_layout == "replicated" else super()._carried(strategy)
+
+    def _carrying_units(self) -> dict[nn.Module, set[str]]:
+        return gathered_by(self._module)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)

@@ -6,135 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import opacus.core.sums.choice
 from opacus.core.norms.ledger import NormLedger
-from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
+from tests.helpers.carried import ROWS, STEPS, Case, batch, store_all, wanted
 from tests.helpers.distributed import progress, run_distributed
-from tests.helpers.lone_sample import C, private
 from tests.helpers.sharded import full
-
-ROWS, TOKENS = 3, 5
-STEPS = 3  # learnt from, followed once more, carried
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank one beside it, and a bias."""
-
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(d, p).requires_grad_(False)
-        self.a, self.b = nn.Linear(d, 2, bias=False), nn.Linear(2, p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.b(self.a(x))
-        return self.base(x) + added
-
-
-class Block(nn.Module):
-    def __init__(self, reused: bool) -> None:
-        super().__init__()
-        self.up, self.down, self.reused = Adapted(8, 6), Adapted(6, 8), reused
-        self.reads = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reads:
-            x = x + self.up.b.weight.sum()
-        for _ in range(2 if self.reused else 1):
-            x = x + self.down(torch.tanh(self.up(x)))
-        return x
-
-
-class Net(nn.Module):
-    def __init__(self, reused: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList([Block(False), Block(reused)])
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        output: Tensor = self.head(x.mean(1))
-        return output
-
-
-def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, TOKENS, 4, generator=random) * 2
-    return x, torch.randint(0, 3, (rows,), generator=random)
-
-
-def wanted(net: nn.Module, x: Tensor, y: Tensor, views: int = 1) -> tuple[list[Tensor], Tensor]:
-    """Clipped sums and norms in fp64: a sample at a time, by plain autograd."""
-    held = [p for p in net.parameters() if p.requires_grad]
-    sums, norms = [torch.zeros_like(p) for p in held], []
-    for row in range(len(x)):
-        losses = [
-            nn.functional.cross_entropy(
-                net(x[row : row + 1].double() * (view + 1)), y[row : row + 1]
-            )
-            for view in range(views)
-        ]
-        grads = torch.autograd.grad(sum(losses), held)  # type: ignore[arg-type]
-        norms.append(torch.cat([g.flatten() for g in grads]).norm())
-        for total, grad in zip(sums, grads, strict=True):
-            total += grad * min(1.0, C / float(norms[-1]))
-    return sums, torch.stack(norms)
-
-
-class Case:
-    """A private model, its fp64 twin, and how many layers had records."""
-
-    def __init__(self, reused: bool = False, compiled: bool = False, **how: Any) -> None:
-        torch.manual_seed(5)
-        net = Net(reused)
-        self.double = Net(reused).double()
-        self.double.load_state_dict(net.state_dict())
-        for block in net.blocks[1:] if compiled else ():
-            block.compile(backend="aot_eager")
-        self.model = FSDP2Wrapper(net)
-        self.module, self.optimizer, self.loss = private(
-            self.model,
-            "ghost_fsdp_bk",
-            nn.CrossEntropyLoss(reduction="sum"),
-            batch(8, 0),
-            loss_reduction="sum",
-            **how,
-        )
-        self.records: list[str] = []
-        sink = self.module._recorder.sink
-
-        def noting(record: Any) -> None:
-            self.records.append(record.spec.name)
-            sink(record)
-
-        self.module._recorder.sink = noting
-
-    def error(self, rank: int, world_size: int, seed: int, views: int = 1) -> float:
-        """Worst error of a step's sums, after its norms have been compared, too."""
-        self.records.clear()
-        x, y = batch(ROWS * world_size, seed)
-        own = slice(ROWS * rank, ROWS * (rank + 1))
-        sums, norms = wanted(self.double, x, y, views)
-        assert (norms > 2 * C).all()
-        losses = sum(self.loss(self.module(x[own] * (v + 1)), y[own]) for v in range(views))
-        losses.backward()  # type: ignore[union-attr]
-        assert (
-            oracle.relative_error(self.module.per_sample_gradient_norms.double(), norms[own]) < 1e-5
-        )
-        held = [p for p in self.model.parameters() if p.requires_grad]
-        found = [full(p.grad).double() for p in held]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return max(oracle.relative_error(f, s) for f, s in zip(found, sums, strict=True))
-
-
-def store_all() -> None:
-    opacus.core.sums.choice.KEEP_PASSES = 10**9
 
 
 def check_all(

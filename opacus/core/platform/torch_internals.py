@@ -350,6 +350,79 @@ def is_idle(model: nn.Module) -> bool:
     return set(communication_state(model).split()) <= {"IDL"}
 
 
+def has_open_backward(model: nn.Module) -> bool:
+    """Whether a backward pass has come to units of FSDP2, and has not ended there."""
+    contexts = [getattr(_fsdp_state(root), "_state_ctx", None) for root in _outermost(model)]
+    return any(getattr(c, "post_backward_final_callback_queued", False) for c in contexts)
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    if is_fsdp(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+# What an FSDP2 group, and what all groups of a model share, keep of a running pass.
+_OF_GROUP = (
+    *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
+    *("_partial_reduce_output", "_all_reduce_state"),
+)
+_OF_ALL = ("all_gather_state", "reduce_scatter_state")
+_LISTS = ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events")
+_STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def drop_pass(model: nn.Module) -> bool:
+    """Let FSDP2 drop a forward or backward pass that has failed, and shard all units.
+
+    Later work of the device waits for the collectives that have begun; the host does not.
+
+    Returns:
+        Whether no unit is in the middle of a pass now. Not in a version of torch that is different.
+    """
+    roots = list(_outermost(model))
+    if all(hasattr(root, "reset_iter_state") for root in roots):  # since torch 2.13
+        for root in roots:
+            root.reset_iter_state()
+        return is_idle(model)
+    try:
+        for state in _fsdp_states(model):
+            _drop_pass(state)
+    except AttributeError:
+        return False
+    return is_idle(model)
+
+
+def _drop_pass(state: Any) -> None:
+    """:func:`drop_pass` of one unit."""
+    shared, running = state._comm_ctx, state._state_ctx
+    now = shared.device_handle.current_stream()
+    for name in _STREAMS:
+        now.wait_stream(getattr(shared, f"{name}_stream"))
+    for name in _OF_ALL:
+        setattr(shared, name, None)
+    for name in _LISTS:
+        getattr(shared, name, []).clear()
+    running.iter_forward_root = None
+    running.post_backward_final_callback_queued = False
+    idle = type(state._training_state).IDLE
+    state._training_state = idle
+    getattr(state, "_modules_to_run_forward", set()).clear()
+    for group in _groups(state):
+        if group is None:
+            continue
+        work = getattr(group._all_gather_result, "all_gather_work", None)
+        if work is not None:
+            work.wait()
+        for name in _OF_GROUP:
+            setattr(group, name, None)
+        group._post_forward_indices.clear()
+        group._training_state = idle
+        group._to_sharded()
+
+
 def accumulator_of(leaf: Tensor) -> Any:
     """The node of a graph that adds to ``leaf.grad``."""
     with torch.enable_grad():

@@ -73,7 +73,8 @@ def add_noise(
     draws: list[Draw] = []
     back: list[tuple[Tensor, Tensor]] = []  # tensors that are not contiguous
     computed: set[torch.device] = set()  # on which shards are that wait in host memory
-    own, places = locals_of(sources), locals_of(targets)
+    shards = locals_of([*sources, *targets])
+    own, places = shards[: len(sources)], shards[len(sources) :]
     on_gpu = all([shard.is_cuda for shard in own])
     devices = [shard.device for shard in own] if on_gpu else compute_devices(sources)
     todo = zip(sources, own, places, streams, devices, strict=True)

@@ -1,4 +1,4 @@
-"""Per-sample gradients that autograd carries to one node of each FSDP2 unit.
+"""Per-sample gradients that autograd carries to one node of each unit: of FSDP2, or the model.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
@@ -16,6 +16,7 @@ Note [Carriers]
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
-from opacus.core.platform.torch_internals import gathered_by, outside_graphs
+from opacus.core.platform.sharded import is_fsdp
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
@@ -45,14 +47,12 @@ class _Carrying(NamedTuple):
         owners: Their parameters, in the order of the layers.
         likes: ``[B, *shape]`` of each, without memory.
         choices: What the planner had decided.
-        whole: Whether these are all layers of the unit.
     """
 
     hooks: list[LayerHooks]
     owners: tuple[str, ...]
     likes: list[Tensor]
     choices: dict[str, Choice]
-    whole: bool
 
 
 Known = dict[nn.Module, _Carrying]
@@ -65,15 +65,19 @@ class Carried:
     is unit u's, and every use of a parameter is in it or has a record of its own.
 
     Args:
-        model: Sharded by FSDP2.
-        recorder: Its recorder.
+        units: Modules, and the names in the model of the parameters that each carries.
+        recorder: Of the model.
         sink: Called in the backward pass with a forward pass and its gradients ``[B, *shape]`` by
             parameter name.
         limits: What may be held.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits
+        self,
+        units: Mapping[nn.Module, AbstractSet[str]],
+        recorder: Recorder,
+        sink: WholeSink,
+        limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, Known] = {}
@@ -84,10 +88,12 @@ class Carried:
         self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
-        for unit, names in gathered_by(model).items():
-            own = [h for h in recorder.layer_hooks if names.issuperset(h.layer.owners.values())]
+        for unit, names in units.items():
+            own = [h for h in recorder.layer_hooks if names >= set(h.layer.owners.values())]
+            gathered = is_fsdp(unit)
             if own:
                 self._units[unit] = own
+            if own and gathered:
                 recorder.handles += [  # after FSDP2's own, which gathers
                     unit.register_forward_pre_hook(enter),
                     unit.register_forward_hook(leave, always_call=True),
@@ -116,6 +122,9 @@ class Carried:
             self._open = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            for unit in known:
+                if not is_fsdp(unit):
+                    self._enter(unit)
 
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
@@ -138,27 +147,28 @@ class Carried:
         (key, seen), self._open = self._open, None
         if set(passes) != {seen} or kept.rounded:
             return
+        if any(choice.what in ("replay", "offload") for choice in choices.values()):
+            return  # memory is short: each record is looked at
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
             own = [h for h in layers if _is_stored(h, seen, kept, choices)]
             if own:
-                found[unit] = _carrying(own, kept, choices, whole=len(own) == len(layers))
+                found[unit] = _carrying(own, kept, choices)
         self._known[key] = found
 
     def forget(self) -> None:
         """Memory has run out, or is counted: layers have records again."""
         self._known.clear()
 
-    def carries_all_of(self, module: nn.Module) -> bool:
-        """Whether no layer of a block that runs now will have a record."""
-        found = self._now.get(module)
-        return found is not None and found.whole
+    def carries_some_of(self, layers: AbstractSet[str]) -> bool:
+        """Whether any of these layers has no record in the pass that runs now."""
+        return any(not layers.isdisjoint(found.choices) for found in self._now.values())
 
     # --- around each unit ---
 
-    def _enter(self, unit: nn.Module, args: Any) -> None:
+    def _enter(self, unit: nn.Module, args: Any = ()) -> None:
         """The unit's parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
@@ -211,13 +221,11 @@ def _is_stored(
     return ours and in_order and known and stored and rows and hooks.counts_rows_first()
 
 
-def _carrying(
-    hooks: list[LayerHooks], kept: Kept, choices: Mapping[str, Choice], *, whole: bool
-) -> _Carrying:
+def _carrying(hooks: list[LayerHooks], kept: Kept, choices: Mapping[str, Choice]) -> _Carrying:
     owners = tuple([h.layer.owners[name] for h in hooks for name in h.layer.spec.params])
     likes = [_without_memory(kept.formed[owner]) for owner in owners]
     names = [h.layer.spec.name for h in hooks]
-    return _Carrying(hooks, owners, likes, {n: choices[n] for n in names}, whole)
+    return _Carrying(hooks, owners, likes, {n: choices[n] for n in names})
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

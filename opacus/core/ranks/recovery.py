@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import communication_state, is_idle
+from opacus.core.platform.torch_internals import (
+    communication_state,
+    drop_pass,
+    has_open_backward,
+    number_of_backward,
+)
 from opacus.core.ranks.meeting import Meetings, Outcome, ranks_with
 
 _RESUME = "End all ranks and resume from the last checkpoint"
@@ -54,32 +58,33 @@ class Recovery:
         try:
             yield
         except BaseException as error:
-            self._failures += 1
-            self._error = f"{type(error).__name__}: {error}"
-            self._place = f"{what}; {communication_state(self._model)}; {self._position()}"
+            self._note(what, f"{type(error).__name__}: {error}")
             raise
+
+    def _note(self, what: str, error: str) -> None:
+        self._failures += 1
+        self._error = error
+        self._place = f"{what}; {communication_state(self._model)}; {self._position()}"
 
     def put_back(self) -> None:
         """Let FSDP2 drop what is left of the failed pass; no other rank is asked."""
-        roots = list(_outermost(self._model))
         try:
-            if all(hasattr(root, "reset_iter_state") for root in roots):  # since torch 2.13
-                for root in roots:
-                    root.reset_iter_state()
+            if drop_pass(self._model):
                 return
         except RuntimeError:  # the device has failed, say; the first error is the one to see
             pass
-        else:
-            if is_idle(self._model):
-                return
         self._verdict = (
             f"a backward pass failed ({self._error}), and FSDP2 of torch {torch.__version__} "
-            f"cannot go on after that (torch 2.13 can, unless the device failed). {_RESUME}"
+            f"cannot go on after that. {_RESUME}"
         )
 
     def _go_on(self, module: nn.Module, args: Any) -> None:
         if not self._error and not self._verdict:
-            return
+            if number_of_backward() >= 0 or not has_open_backward(self._model):
+                return
+            # That of a loss which is not the criterion's has failed, and was not watched.
+            self._note("backward", "of another loss")
+            self.put_back()
         if not self._verdict:
             outcome = self._meetings.meet(str(self._failures), self._place, self.WAIT)
             if outcome.agreed:
@@ -98,11 +103,3 @@ class Recovery:
             f"the backward pass before failed on rank {dist.get_rank()} ({self._error}), but "
             f"{others}: training cannot go on. {_RESUME}"
         )
-
-
-def _outermost(module: nn.Module) -> Iterator[Any]:
-    if is_fsdp(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)

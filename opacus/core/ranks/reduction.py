@@ -168,11 +168,11 @@ class ShardedSink:
         self.holding = bool(waits)
         return not none_replays, numbers
 
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
+    def agree(self, blocks: Sequence[AbstractSet[str]], wanted: Sequence[bool]) -> list[bool]:
         """A block is replayed if any rank that has a shard of it wants to: all gather it."""
-        result = [wanted for _, wanted in blocks]
+        result = list(wanted)
         groups: dict[Any, list[int]] = {}
-        for place, (owners, _) in enumerate(blocks):
+        for place, owners in enumerate(blocks):
             groups.setdefault(self._shards[min(owners)].group, []).append(place)
         for group, places in groups.items():
             if dist.get_world_size(group) == 1:

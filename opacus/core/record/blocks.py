@@ -76,13 +76,20 @@ class Visit:
         self.owners: set[str] = set()
         self.held = self.freed = self.seen = self.backprops = 0
         self.chosen = self.stays = self.leaves = False
-        self.possible = all(isinstance(a, _PLAIN) for a in tree_leaves((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        self.possible = all([isinstance(leaf, _PLAIN) for leaf in leaves])
         self.arguments: Any = (args, kwargs) if self.possible else None
+        self._given = [t for t in leaves if isinstance(t, Tensor)] if self.possible else []
         self.gradient: Tensor | None = None
-        self.shapes = tuple(t.shape for t in self._tensors())
+        self.shapes = tuple([t.shape for t in self._given])
         self.versions = self.versions_now()
         self.random = _random_state()
-        self.autocast = _autocast(tree_leaves((args, kwargs)))
+        self.autocast = _autocast(leaves)
+
+    def let_go(self) -> None:
+        """It is not run again."""
+        self.arguments = self.gradient = None
+        self._given = []
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
@@ -99,12 +106,12 @@ class Visit:
     @property
     def given(self) -> int:
         """Bytes of its arguments, which are there anyway until its backward pass is over."""
-        return sum(t.nbytes for t in tree_leaves(self.arguments) if isinstance(t, Tensor))
+        return sum([t.nbytes for t in self._given])
 
     @property
     def bytes(self) -> int:
         """The tensors that a replay needs."""
-        return sum(t.numel() * t.element_size() for t in self._tensors())
+        return sum([t.numel() * t.element_size() for t in self._tensors()])
 
     def run(self) -> Tensor:
         """Run the block forward as it ran; layers are tapped as the recorder's state asks for.
@@ -143,8 +150,7 @@ class Visit:
         return [t._version for t in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
-        given = [t for t in tree_leaves(self.arguments) if isinstance(t, Tensor)]
-        return given if self.gradient is None else [*given, self.gradient]
+        return self._given if self.gradient is None else [*self._given, self.gradient]
 
 
 class Blocks:
@@ -205,8 +211,8 @@ class Blocks:
         if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
             return
         carried = self._recorder.carried
-        if carried is not None and carried.carries_all_of(module):
-            return
+        if carried is not None and carried.carries_some_of(block.names):
+            return  # what is carried cannot be left to a replay, and had room before
         visit = Visit(block, current, args, kwargs)
         earlier = self._ran.get(id(block))
         if earlier is not None and earlier.forward_pass.generation is current.generation:
@@ -224,13 +230,13 @@ class Blocks:
         if visit.possible:
             found[0].register_hook(functools.partial(self._arrived, visit))
         else:
-            visit.arguments = None
+            visit.let_go()
 
     def _arrived(self, visit: Visit, grad: Tensor) -> None:
         """The backward pass enters a block: that of the one before it is over."""
         before, self.current = self.current, visit
         if before is not None and not before.chosen:
-            before.arguments = before.gradient = None
+            before.let_go()
         self._ran.pop(id(visit.block), None)
         visit.gradient = grad.detach()
         visit.versions = [*visit.versions, grad._version]

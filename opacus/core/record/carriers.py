@@ -6,10 +6,11 @@ See Note [Carriers] in :mod:`opacus.core.ranks.carried`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opacus.core.platform.torch_internals import direct_apply
 from opacus.core.record.head_loss import HEAD_USE
@@ -41,8 +42,8 @@ class Carries(Protocol):
     def forget(self) -> None:
         """Memory has run out: layers have records again."""
 
-    def carries_all_of(self, module: nn.Module) -> bool:
-        """Whether no layer of a block that runs now will have a record."""
+    def carries_some_of(self, layers: AbstractSet[str]) -> bool:
+        """Whether any of these layers has no record in the pass that runs now."""
 
 
 def carries(carriers: tuple[Tensor, ...], args: Any, kwargs: Any, output: Any) -> bool:

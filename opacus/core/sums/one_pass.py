@@ -26,7 +26,7 @@ from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import GradientSink, KeptSums, LocalSink, add_whole
+from opacus.core.sums.terms import KeptSums, LocalSink, WaitingSink, add_whole
 from opacus.core.sums.weighting import Weighting
 
 
@@ -47,13 +47,14 @@ class OnePass(Ghost):
         recorder: Recorder,
         parameters: Sequence[tuple[str, nn.Parameter]],
         *,
-        sink: GradientSink,
+        sink: LocalSink | WaitingSink,
         **of_all: Any,
     ) -> None:
         super().__init__(recorder, parameters, **of_all)
         self.planner: Planner = Planner()
         self.sink = sink
         self.unreduced = sink.unreduced
+        self._ranks = None if isinstance(sink, LocalSink) else sink  # that share the sums
         self._shared = False  # whether ranks run the same blocks
         self._again: Callable[[Record], None] | None = None
         self._layer_of = {o: x.spec.name for x in recorder.layers for o in x.owners.values()}
@@ -96,7 +97,8 @@ class OnePass(Ghost):
             spare=limits.spare,
             again=limits.again,
         )
-        self.sink.ask(self.planner.looks, limits.numbers)
+        if self._ranks is not None:
+            self._ranks.ask(self.planner.looks, limits.numbers)
         start, moments = moment(), self.planner.report.moments
         with self._running_out():
             super().norm_pass(losses, retain_graph)
@@ -160,16 +162,19 @@ class OnePass(Ghost):
 
     def _replay(self, weighting: Weighting) -> Replay | None:
         """The blocks that run again on any rank; ``None`` if none may."""
-        anyone, least = self.sink.hear()
-        if self._shared:
-            self.limits.agreed(least)
-        blocks = self.planner.blocks
+        blocks, anyone = self.planner.blocks, self.planner.looks
+        if self._ranks is not None:
+            anyone, least = self._ranks.hear()
+            if self._shared:
+                self.limits.agreed(least)
         if blocks is None or not anyone:
             return None
         visits, blocks.chosen = blocks.chosen, []
         wanted = {id(visit.block) for visit in visits}
-        agreed = self.sink.agree([(b.owners, id(b) in wanted) for b in blocks.found])
-        some = [block for block, yes in zip(blocks.found, agreed, strict=True) if yes]
+        own = [id(block) in wanted for block in blocks.found]
+        if self._ranks is not None:
+            own = self._ranks.agree([b.owners for b in blocks.found], own)
+        some = [block for block, yes in zip(blocks.found, own, strict=True) if yes]
         return Replay(some, visits, weighting, self.planner.seen, self._recording)
 
     @contextmanager

@@ -85,7 +85,7 @@ class Replay:
             torch.autograd.backward([output], [visit.gradient.to(output.dtype)])
         if missing:
             raise RuntimeError(f"{described(min(missing))}: nothing. {BLOCK_ADVICE}")
-        visit.arguments = visit.gradient = None
+        visit.let_go()
 
 
 @contextmanager

@@ -44,24 +44,6 @@ class GradientSink(Protocol):
     def bytes_of_element(self) -> float:
         """Memory that a parameter's sum takes for good, an element of the whole parameter."""
 
-    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
-        """Ask all processes that share the sums, as the backward pass begins.
-
-        Args:
-            replays: Whether this one may want blocks to run again.
-            numbers: Any.
-        """
-
-    def hear(self) -> tuple[bool, list[int]]:
-        """After :meth:`ask`: whether any may, and the least of each number."""
-
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
-        """Which blocks run again, on all processes alike.
-
-        Args:
-            blocks: Parameters of each, and whether this process wants to run it.
-        """
-
     def abandon(self) -> None:
         """Drop what has been put since the latest :meth:`finish`, after an error."""
 
@@ -75,6 +57,25 @@ class WaitingSink(GradientSink, Protocol):
 
     holding: bool
     unreduced: Unreduced
+
+    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
+        """Ask all processes that share the sums, as the backward pass begins.
+
+        Args:
+            replays: Whether this one may want blocks to run again.
+            numbers: Any.
+        """
+
+    def hear(self) -> tuple[bool, list[int]]:
+        """After :meth:`ask`: whether any may, and the least of each number."""
+
+    def agree(self, blocks: Sequence[AbstractSet[str]], wanted: Sequence[bool]) -> list[bool]:
+        """Which blocks run again, on all processes alike.
+
+        Args:
+            blocks: Parameters of each.
+            wanted: Whether this process wants to run it.
+        """
 
     def hold(self, name: str, total: Tensor) -> None:
         """Add a term of a sum to those that wait."""
@@ -274,18 +275,6 @@ class LocalSink:
     def bytes_of_element(self) -> float:
         """See :class:`GradientSink`: gradients have their parameters' dtypes."""
         return sum(p.nbytes for p in self.parameters.values()) / max(1, self._all)
-
-    def ask(self, replays: bool, numbers: Sequence[int]) -> None:
-        """See :class:`GradientSink`."""
-        self._asked = replays, list(numbers)
-
-    def hear(self) -> tuple[bool, list[int]]:
-        """See :class:`GradientSink`: what this process said."""
-        return self._asked
-
-    def agree(self, blocks: Sequence[tuple[AbstractSet[str], bool]]) -> list[bool]:
-        """See :class:`GradientSink`: what this process wants."""
-        return [wanted for _, wanted in blocks]
 
     def abandon(self) -> None:
         """See :class:`GradientSink`."""

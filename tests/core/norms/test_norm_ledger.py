@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -399,6 +400,37 @@ def test_finish_forgets_the_records() -> None:
 
 
 # --- misuse ---
+
+
+class StoresOne:
+    """Stores the gradients of the first record, and has no room for those of later ones."""
+
+    looks, rounding = False, None
+
+    def __init__(self) -> None:
+        self.room = 1
+
+    def stores(self, record: Record) -> bool:
+        self.room -= 1
+        return self.room >= 0
+
+
+def test_a_use_that_was_hidden_is_added_to_what_is_stored() -> None:
+    """As of a layer that runs twice in a reentrant checkpoint, under a budget."""
+    layer = layers_of(nn.Sequential(nn.Linear(6, 6)).double())[0]
+    uses = [use(layer, torch.randn(5, t, 6).double()) for t in (3, 2)]
+    planner: Any = StoresOne()
+    ledger = NormLedger(5, planner=planner)
+    got = finish(ledger, [record_of(*one, 5, reused=False) for one in uses])
+    assert_norms(got, expected(uses, 5))
+    for name, grad in ledger.kept.formed.items():
+        torch.testing.assert_close(grad.flatten(1).square().sum(1), got[name])
+    assert not ledger.kept.held
+
+    planner.room, planner.rounding = 1, lambda name, grad: None
+    rounded = NormLedger(5, planner=planner)
+    with pytest.raises(RuntimeError, match="used again after"):
+        finish(rounded, [record_of(*one, 5, reused=False) for one in uses])
 
 
 @pytest.mark.parametrize("options", [{}, {"deferred": True, "budget_bytes": 0}])

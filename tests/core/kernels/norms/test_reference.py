@@ -207,3 +207,41 @@ def test_table_norm_of_half_precision(scale: float) -> None:
     assert got.dtype == torch.float32
     want = table_definition(rows, samples, values, batch)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+
+
+def test_layers_in_a_row_share_the_gram_matrix_of_their_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Tensor] = []
+    product = reference.wide_bmm
+    monkeypatch.setattr(reference, "wide_bmm", lambda x, y: (seen.append(x), product(x, y))[1])
+
+    def check(a: Tensor, g: Tensor, products: int) -> None:
+        seen.clear()
+        got = reference.gram_norm_sq(a, g)
+        want = (a.transpose(1, 2) @ g).square().sum((1, 2))
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=0)
+        assert len(seen) == products
+
+    reference.LATEST_GRAM.forget()
+    monkeypatch.setattr(reference.LATEST_GRAM, "shares", True)
+    a, g, other = (torch.randn(3, 6, 9, dtype=torch.float64) + 0.5 for _ in range(3))
+    check(a, g, 2)
+    check(a.detach(), other, 1)
+    check(a, g, 1)  # whose Gram matrix nobody has written to
+    check(other, g, 2)
+    check(a, g, 2)
+    a += 1
+    check(a, g, 2)
+    check(a[:2], g[:2], 2)
+    check(a, g, 2)
+    monkeypatch.setattr(reference.LATEST_GRAM, "shares", False)
+    check(a, g, 2)
+    monkeypatch.setattr(reference.LATEST_GRAM, "shares", True)
+    monkeypatch.setattr(reference, "GRAM_ROWS", 4)
+    check(a, g, 4)
+    check(a, other, 2)
+    monkeypatch.setattr(reference, "SHARED_GRAM_ELEMENTS", 3 * 6 * 6 - 1)
+    check(a, other, 4)
+    reference.LATEST_GRAM.forget()
+    assert not reference.LATEST_GRAM._grams

@@ -13,7 +13,7 @@ pytestmark = MARKS
 if ON_GPU or INTERPRETED:
     from opacus.core.kernels.host import operands
     from opacus.core.kernels.host.operands import Tile
-    from opacus.core.kernels.norms import direct, embedding, gram, reference
+    from opacus.core.kernels.norms import direct, embedding, gram, reference, terms_triton
 
 # The copy engine reads the even ones; the others are read through pointers.
 SHAPES = [(3, 70, 136, 72), (4, 10, 33, 17)]
@@ -95,13 +95,31 @@ def test_what_is_not_finite_stays_so() -> None:
     assert gram.norm_sq(a, g).isfinite().tolist() == [True, False, False, True]
 
 
+def test_sums_of_terms_are_their_definition(monkeypatch) -> None:
+    monkeypatch.setattr(terms_triton, "BLOCK", 64)
+    terms_triton._variant.cache_clear()
+    for shape, once in (((3, 10, 37), 10), ((2, 30, 30), 30), ((1, 1, 5), 2)):
+        left, right = draw(*shape), draw(*shape)
+        terms = left.double() * right.double()
+        terms[:, :, once:] *= 2
+        got = terms_triton.sums_and_sizes(left, right, once)
+        assert got.shape[2] == -(-left[0].numel() // 512)
+        torch.testing.assert_close(got[0].sum(1).double(), terms.sum((1, 2)), rtol=0, atol=1e-4)
+        torch.testing.assert_close(got[1].sum(1).double(), terms.abs().sum((1, 2)))
+    left[0, 0, 4] = float("nan")
+    assert terms_triton.sums_and_sizes(left, right, once).isnan().all()
+    terms_triton._variant.cache_clear()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_the_reference_on_a_gpu() -> None:
+def test_the_reference_on_a_gpu(monkeypatch) -> None:
     assert direct.works(torch.device("cuda", 0))
     for dtype in DTYPES:
         a, g = case(KINDS[0], (3, 16, 512, 512), dtype)
         assert reference.gram_is_cheaper(16, 512, 512)
         check(reference.product_norm_sq(a, g), a, g)
+    monkeypatch.setattr(reference, "GRAM_ROWS", 6)  # several parts
+    check(reference.gram_norm_sq(a, g), a, g)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

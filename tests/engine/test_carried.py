@@ -1,0 +1,92 @@
+"""One process: layers whose stored gradients autograd carries have no records; sums stay exact."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import opacus.core.sums.choice
+from tests.helpers.carried import ROWS, STEPS, Case, batch
+from tests.helpers.lone_sample import no_gradient
+
+ONE = functools.partial(Case, mode="ghost_bk")
+
+
+@pytest.fixture(autouse=True)
+def _store_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 10**9)
+
+
+def learnt(**how: Any) -> Case:
+    """After steps with records, the latest one without any."""
+    case = ONE(**how)
+    for step in range(STEPS):
+        assert case.error(0, 1, step) < 2e-5
+    assert not case.records
+    return case
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile causes them in torch
+@pytest.mark.parametrize(
+    "name", ["plain", "reused", "two views", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_the_sum_is_the_oracles(name: str) -> None:
+    case = ONE(reused=name == "reused", compiled=name == "compiled")
+    views = 2 if name == "two views" else 1
+    records = []
+    for step in range(STEPS):
+        assert case.error(0, 1, step, views if step else 1) < 2e-5
+        records.append(len(set(case.records)))
+    assert records[0] == 10  # all layers, to learn from
+    assert min(records) == (4 if name == "reused" else 0)
+
+
+def test_a_use_beside_its_layer_is_noticed_also_where_it_is_carried() -> None:
+    case = learnt()
+    case.model.blocks[0].reads = True
+    x, y = batch(ROWS, 5)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.b\.weight"):
+        case.loss(case.module(x), y).backward()
+    assert no_gradient(case.model)
+    case.model.blocks[0].reads = False
+    assert case.error(0, 1, 6) < 2e-5 and not case.records
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_is_checkpointed_from_now_on(reentrant: bool) -> None:
+    case = learnt()
+    block = case.model.blocks[1]
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+    for step in range(4, 6):
+        assert case.error(0, 1, step) < 2e-5
+
+
+def test_other_rows_frozen_layers_and_failed_passes() -> None:
+    case = learnt()
+    layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    assert case.error(0, 1, 4) < 2e-5
+    for layer in layers:
+        layer.weight.requires_grad_(True)
+
+    def fails(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = case.model.blocks[1].register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        case.module(batch(ROWS, 5)[0])
+    handle.remove()
+    assert all(type(p) is nn.Parameter for p in case.model.parameters())
+    assert case.error(0, 1, 6) < 2e-5 and not case.records
+    case.module.held_budget = 0
+    assert case.error(0, 1, 7) < 2e-5 and case.records
+    case.module.held_budget = None
+    with torch.no_grad():
+        case.module(batch(ROWS, 5)[0])
+    assert case.error(0, 1, 8) < 2e-5 and not case.records
