@@ -56,8 +56,7 @@ class PrivateStep:
         self, model: Any, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Clip and sum a logical batch, a physical one at a time; Trainer's step adds the noise."""
-        if not model.training:  # it walks through all layers
-            model.train()
+        model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free
             self.optimizer.train()
         self.optimizer.zero_grad(set_to_none=True)
