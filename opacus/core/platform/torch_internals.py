@@ -77,7 +77,7 @@ def gather_in_backward(unit: Any) -> None:
 
     FSDP2 does so itself where a gradient comes to an output of the unit.
     """
-    unit._get_fsdp_state()._pre_backward(None)
+    unit._getfsdp_state()._pre_backward(None)
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -89,7 +89,7 @@ def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _in_unit(module: Any, names: dict[int, str]) -> Iterator[tuple[str, Any, Any]]:
-    unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    unit = fsdp_state(module)
     for group in groups_of(unit):
         for state in getattr(group, "fsdp_params", ()):
             name = names.get(id(getattr(state, "sharded_param", None)))
@@ -184,13 +184,19 @@ def renumber(handle: Any) -> Any:
     return handle
 
 
+# Graphs that blocks of one kind may have, 8 by default. A private one has one with records and one
+# without, each for inputs with and without gradients (the first block of a model with adapters),
+# of fixed and of varying sizes: with those of evaluation that is more.
+MOST_GRAPHS = 32
+
+
 def prepare_for_graphs(plain: Iterable[type]) -> None:
     """Let ``torch.compile``, if it has been imported, get along with a private model's hooks.
 
     From now on it uses a graph only for modules with the hooks that it has seen. It leaves this
     out by default: a graph of a model without hooks, or of this one before it got its hooks,
     would be used for the private one too, whose layers would not be seen. Graphs that are there
-    already are dropped.
+    already are dropped. Beyond a limit blocks run in eager code: it is raised.
 
     Args:
         plain: Classes whose methods it is not to compile for their own sake, where they are
@@ -201,6 +207,8 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
     if config is None or not getattr(config, "skip_nnmodule_hook_guards", False):
         return
     config.skip_nnmodule_hook_guards = False
+    if hasattr(config, "recompile_limit"):
+        config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     dynamo.reset()
     skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
     if skip is not None:
@@ -300,16 +308,17 @@ def fsdp_states(model: nn.Module) -> list[Any]:
 
     A root has a list of them once it has run, which is much shorter than that of all modules.
     """
-    own = _fsdp_state(model)
+    own = fsdp_state(model)
     if getattr(own, "_is_root", False):
         states = list(getattr(getattr(own, "_state_ctx", None), "all_states", ()))
         if states:
             return states
-    found = dict.fromkeys(map(_fsdp_state, model.modules()))  # several modules may have one
+    found = dict.fromkeys(map(fsdp_state, model.modules()))  # several modules may have one
     return [state for state in found if state is not None]
 
 
-def _fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: nn.Module) -> Any:
+    """What FSDP2 knows of the unit that a module is; ``None`` if it is none."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     return None if state_of is None else state_of()
 
