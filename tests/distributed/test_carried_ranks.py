@@ -1,39 +1,82 @@
-"""FSDP2: layers whose stored gradients autograd carries, without records, give the oracle's sums."""
+"""FSDP2: layers that autograd carries past the taps, without records or with them, are exact."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from opacus.core.norms.ledger import NormLedger
+from opacus.core.record.record import Use
 from tests.helpers import oracle
-from tests.helpers.carried import ROWS, STEPS, Case, batch, store_all, wanted
+from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer, wanted
 from tests.helpers.distributed import progress, run_distributed
 from tests.helpers.sharded import full
 
 
-def check_all(
-    rank: int, world_size: int, compiled: bool
-) -> list[tuple[str, list[float], list[int]]]:
-    """Errors and numbers of layers with records, of each case's steps."""
+def count_taps() -> list[str]:
+    """Names of the layers that are tapped from now on, in eager code or in graphs."""
+    tapped: list[str] = []
+    register = Use.register
+
+    def counting(use: Use, *args: Any, **kwargs: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "_target":
+            tapped.append(use.spec.name)
+        register(use, *args, **kwargs)
+
+    Use.register = counting  # type: ignore[method-assign]
+    return tapped
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reused": {"reused": True},
+    "two views": {},
+    "later reused": {},
+}
+# What the planner does, and layers that are tapped in the last steps of each case: without records
+# but those of a block whose layers are used twice.
+EAGER = [
+    ("store", "plain", 0),
+    ("store", "reused", 5),
+    ("store", "two views", 0),
+    ("store", "later reused", 0),
+]
+# Only blocks are compiled: what is kept of two other layers is tapped. The sum of the gradients of
+# two uses is a gradient, that of two inputs is no input.
+COMPILED = [("store", "plain", 0), ("keep", "two views", 2), ("keep", "later reused", 2 + 4)]
+
+
+class Found(NamedTuple):
+    name: str
+    errors: list[float]
+    records: list[int]  # layers with records, in each step
+    taps: list[int]  # layers that were tapped
+
+
+def check_all(rank: int, world_size: int, compiled: bool) -> list[Found]:
+    """What each case's steps gave."""
     import warnings
 
     warnings.filterwarnings("ignore")
-    store_all()
-    found = []
-    eager: dict[str, dict[str, Any]] = {"plain": {}, "reused": {"reused": True}, "two views": {}}
-    cases = {"compiled": {"compiled": True}} if compiled else eager
-    for name, how in cases.items():
-        progress(name)
-        case, errors, records = Case(**how), [], []
-        views = 2 if name == "two views" else 1
-        for step in range(2 if compiled else STEPS):  # compiled blocks cannot be followed
-            errors.append(case.error(rank, world_size, step, views if step else 1))
-            records.append(len(set(case.records)))
-        found.append((name, errors, records))
+    found, tapped = [], count_taps()
+    for what, name, _ in COMPILED if compiled else EAGER:
+        prefer(what)
+        progress((what, name))
+        case, seen = Case(**CASES[name], compiled=compiled), Found(name, [], [], [])
+        steps = 2 if compiled else STEPS  # compiled blocks cannot be followed
+        for step in range(steps + (name == "later reused")):
+            if step == steps:  # layers that have run once until now run twice
+                case.double.blocks[1].reused = case.model.blocks[1].reused = True
+            tapped.clear()
+            views = 2 if step and name == "two views" else 1
+            seen.errors.append(case.error(rank, world_size, step, views))
+            seen.records.append(len(set(case.records)))
+            seen.taps.append(len(set(tapped)))
+        found.append(seen)
     return found
 
 
@@ -43,15 +86,15 @@ def check_all(
 )
 def test_the_sum_is_the_oracles(world_size: int, compiled: bool) -> None:
     for rank in run_distributed(check_all, world_size, compiled, timeout=120):
-        for name, errors, records in rank:
-            assert max(errors) < 2e-5, (name, errors)
-            assert records[0] == 10, (name, records)  # all layers, to learn from
-            least = 4 if name == "reused" else 0
-            assert min(records) == least, (name, records)
+        for case, (what, _, taps) in zip(rank, COMPILED if compiled else EAGER, strict=True):
+            assert max(case.errors) < 2e-5, case
+            assert case.records[0] == case.taps[0] == 12, case  # all layers, to learn from
+            assert case.taps[-1] == taps, case
+            assert case.records[-1] == (10 if what == "keep" else taps), case
 
 
 def check_the_rest(rank: int, world_size: int) -> None:
-    store_all()
+    prefer("store")
     case = Case()
     learnt = [case.error(rank, world_size, step) for step in range(3)]
     assert max(learnt) < 2e-5 and not case.records

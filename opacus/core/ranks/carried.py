@@ -1,21 +1,27 @@
-"""Per-sample gradients that autograd carries to one node of each unit: of FSDP2, or the model.
+"""What autograd carries to one node of each unit (of FSDP2, or the model), instead of records.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
     one more input for each parameter: a *carrier* ``[B, *shape]`` without memory of its own, all
     of which come out of one node for the unit. What the tap's backward gives as a carrier's
     gradient are the per-sample gradients, formed by the layer's rule. Autograd adds those of
-    several uses and hands them to the node together. So no record is made or looked at for each
-    layer, and in a compiled graph carriers are inputs like any others: there is no Python a layer.
+    several uses and hands them to the node together.
 
-    Which layers are carried was learnt from a step with records, of inputs with the same shapes:
-    those whose rows are the units, that run once, and whose gradients the planner stored. What a
-    layer does otherwise later (several inputs, other rows) is tapped as ever.
+    In a compiled graph carriers are inputs like any others: there is no Python a layer, and the
+    compiler forms small gradients in the kernels that have their operands at hand. A layer there
+    whose record is kept has two carriers, like its input and its output, whose gradients are the
+    input and the gradient of the output themselves; the node makes the record. The compiler leaves
+    the memory of what it gives to carriers alone, so that nothing is copied. Those of two uses must
+    not be added: a second use is tapped as ever.
+
+    Which layers was learnt from a step with records, of inputs with the same shapes: those
+    whose rows are the units and that run once. What a layer does otherwise later (several inputs,
+    other rows) is tapped as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -27,11 +33,13 @@ from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
+from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.passes import ForwardPass
-from opacus.core.record.record import ANCHOR
+from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import WholeSink
+from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -39,20 +47,34 @@ from opacus.core.sums.limits import Limits
 MOST_KNOWN = 64
 
 
+class _CarriedLayer(NamedTuple):
+    """A layer that is carried.
+
+    Attributes:
+        hooks: Of the layer.
+        form: What its carriers get.
+        likes: One tensor without memory for each of them.
+        choice: Of the planner, where gradients are stored; else the layer's record is kept.
+    """
+
+    hooks: LayerHooks
+    form: CarriedForm
+    likes: list[Tensor]
+    choice: Choice | None
+
+
 class _Carrying(NamedTuple):
     """What one unit carries for inputs of some shapes.
 
     Attributes:
-        hooks: Of its layers that are carried.
-        owners: Their parameters, in the order of the layers.
-        likes: ``[B, *shape]`` of each, without memory.
-        choices: What the planner had decided.
+        layers: Of the unit.
+        likes: Of all of them.
+        names: Of the layers.
     """
 
-    hooks: list[LayerHooks]
-    owners: tuple[str, ...]
+    layers: list[_CarriedLayer]
     likes: list[Tensor]
-    choices: dict[str, Choice]
+    names: frozenset[str]
 
 
 Known = dict[nn.Module, _Carrying]
@@ -61,8 +83,9 @@ Known = dict[nn.Module, _Carrying]
 class Carried:
     """Lets units carry their gradients; see Note [Carriers].
 
-    Guarantee: the gradients handed on are those that records of the same layers would give: row u
-    is unit u's, and every use of a parameter is in it or has a record of its own.
+    Guarantee: the gradients handed on are those that records of the same layers would give, and
+    the records those of a tap: row u is unit u's, and every use of a parameter is in it or has a
+    record of its own.
 
     Args:
         units: Modules, and the names in the model of the parameters that each carries.
@@ -154,9 +177,12 @@ class Carried:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            own = [h for h in layers if _is_stored(h, seen, kept, choices)]
+            maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
+            own = [layer for layer in maybe if layer is not None]
             if own:
-                found[unit] = _carrying(own, kept, choices)
+                likes = [like for layer in own for like in layer.likes]
+                names = frozenset(layer.hooks.layer.spec.name for layer in own)
+                found[unit] = _Carrying(own, likes, names)
         self._known[key] = found
 
     def forget(self) -> None:
@@ -164,8 +190,8 @@ class Carried:
         self._known.clear()
 
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
-        """Whether any of these layers has no record in the pass that runs now."""
-        return any(not layers.isdisjoint(found.choices) for found in self._now.values())
+        """Whether any of these layers is carried in the pass that runs now."""
+        return any(not layers.isdisjoint(found.names) for found in self._now.values())
 
     # --- around each unit ---
 
@@ -174,16 +200,17 @@ class Carried:
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        uses = self._use.forward_pass.generation.uses
-        rest: Iterable[Tensor] = iter(
-            _Carriers.apply(ANCHOR, self._use, carrying.owners, carrying.likes)
-        )
-        for hooks in carrying.hooks:
-            spec = hooks.layer.spec
-            hooks.carriers = tuple([next(rest) for _ in spec.params])  # type: ignore[call-overload]
-            uses[spec.name] = uses.get(spec.name, 0) + 1
-        self._use.forward_pass.generation.waiting.add(self._use)
-        self.choices.update(carrying.choices)
+        one = self._use.forward_pass
+        targets = [_target(layer, one) for layer in carrying.layers]
+        carriers = _Carriers.apply(ANCHOR, self._use, targets, carrying.likes)
+        start = 0
+        for layer in carrying.layers:
+            stop = start + len(layer.likes)
+            layer.hooks.carriers = Carriers(layer.form, carriers[start:stop])  # type: ignore[index]
+            start = stop
+            if layer.choice is not None:
+                self.choices[layer.choice.layer] = layer.choice
+        one.generation.waiting.add(self._use)
         self._entered.append((unit, carrying))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
@@ -193,8 +220,8 @@ class Carried:
 
     def _out(self) -> None:
         _, carrying = self._entered.pop()
-        for hooks in carrying.hooks:
-            hooks.carriers = ()
+        for layer in carrying.layers:
+            layer.hooks.carriers = None
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -208,26 +235,43 @@ class Carried:
         return {**self.__dict__, **empty, "_units": {}, "choices": {}}
 
 
-def _is_stored(
+def _carried(
     hooks: LayerHooks, seen: ForwardPass, kept: Kept, choices: Mapping[str, Choice]
-) -> bool:
-    """Whether a layer ran once, on the units' rows, and its gradients were stored."""
-    layer, choice = hooks.layer, choices.get(hooks.layer.spec.name)
-    name, uses = layer.spec.name, seen.generation
+) -> _CarriedLayer | None:
+    """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
+    layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
     known = uses.uses.get(name) == 1 and name not in seen.moved | uses.recomputed
-    stored = name in kept.layers and choice is not None and choice.what == "store"
-    formed = [kept.formed.get(owner) for owner in layer.owners.values()]
-    rows = all(grad is not None and len(grad) == seen.batch for grad in formed)
-    ours = layer.rule.carries and not (layer.shared or layer.unheld or layer.reader)
-    in_order = layer.spec.params in (("weight", "bias"), ("weight",), ("bias",))
-    return ours and in_order and known and stored and rows and hooks.counts_rows_first()
+    ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
+    form, choice = layer.rule.carried(layer.spec), choices.get(name)
+    if form is None or choice is None or not (known and ours):
+        return None
+    rows: list[Tensor | None] = []
+    if choice.what == "store" and name in kept.layers:
+        rows += [kept.formed.get(layer.owners[local]) for local in layer.spec.params]
+    elif choice.what == "keep" and name not in kept.layers:
+        form = BOTH
+        records = [r for r in kept.held if r.spec.name == name and r.copied]
+        rows += records[0].tensors if len(records) == 1 else []
+        choice = None
+    if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
+        return None
+    likes = [_without_memory(row) for row in rows if row is not None]
+    return _CarriedLayer(hooks, form, likes, choice)
 
 
-def _carrying(hooks: list[LayerHooks], kept: Kept, choices: Mapping[str, Choice]) -> _Carrying:
-    owners = tuple([h.layer.owners[name] for h in hooks for name in h.layer.spec.params])
-    likes = [_without_memory(kept.formed[owner]) for owner in owners]
-    names = [h.layer.spec.name for h in hooks]
-    return _Carrying(hooks, owners, likes, {n: choices[n] for n in names})
+# Where what a layer carries goes: to its record, or to gradients of these names.
+Target = Use | tuple[str, ...]
+
+
+def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Target:
+    """That of a layer that is about to run, whose use is noted."""
+    layer, uses = carried.hooks.layer, forward_pass.generation.uses
+    if carried.choice is not None:
+        uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
+        return tuple([layer.owners[local] for local in layer.spec.params])
+    use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
+    use.register(carried.likes[1].shape, counted=True)
+    return use
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -240,14 +284,21 @@ class _Carriers(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, use: UseOfUnits, owners: tuple[str, ...], likes: list[Tensor]
+        ctx: Any, anchor: Tensor, use: UseOfUnits, targets: list[Target], likes: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        ctx.carried, ctx.owners = use, owners
+        ctx.carried, ctx.targets = use, targets
         ctx.set_materialize_grads(False)
         return tuple([like.detach() for like in likes])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        pairs = zip(ctx.owners, grads, strict=True)  # what took no part has none
-        ctx.carried.deliver({owner: grad for owner, grad in pairs if grad is not None})
+        formed, rest = {}, iter(grads)
+        for target in ctx.targets:
+            if isinstance(target, Use):
+                x, grad = next(rest), next(rest)
+                if x is not None and grad is not None:  # what took no part has none
+                    target.sink.deliver(target, (x,), (grad,))
+            else:
+                formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
+        ctx.carried.deliver(formed)
         return None, None, None, None

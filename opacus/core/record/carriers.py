@@ -5,9 +5,9 @@ See Note [Carriers] in :mod:`opacus.core.ranks.carried`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,39 @@ from opacus.core.platform.torch_internals import direct_apply
 from opacus.core.record.head_loss import HEAD_USE
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass
-from opacus.core.rules.base import as_tokens
-from opacus.core.rules.linear import TransposedLinearRule, products_of_rows
+from opacus.core.rules.base import Carried
 from opacus.core.rules.spec import LayerSpec
+
+
+class Carriers(NamedTuple):
+    """Where what a layer's backward makes goes.
+
+    Attributes:
+        form: What it makes of the layer's input and of the gradient of its output.
+        tensors: One carrier for each result.
+    """
+
+    form: Carried
+    tensors: tuple[Tensor, ...]
+
+
+def _both(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return x, grad
+
+
+# Of a layer that is kept: a record is made of both. It can be used once.
+BOTH: Carried = _both, ()
+
+
+class HasCarriers(Protocol):
+    """The hooks of a layer.
+
+    Attributes:
+        carriers: ``None`` where it has a record.
+    """
+
+    layer: Layer
+    carriers: Carriers | None
 
 
 class Carries(Protocol):
@@ -47,39 +77,48 @@ class Carries(Protocol):
         """Memory has run out: layers have records again."""
 
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
-        """Whether any of these layers has no record in the pass that runs now."""
+        """Whether any of these layers is carried in the pass that runs now."""
 
 
-def carries(carriers: tuple[Tensor, ...], args: Any, kwargs: Any, output: Any) -> bool:
+def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
     """Whether a layer turned one tensor with a row for each sample into another one.
 
-    Of the dtype that was learnt: autograd would round the gradients to the carriers'.
+    Of a dtype that carriers of what was learnt take: autograd would round the gradients to theirs.
     """
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor or type(output) is not Tensor:
         return False
-    x, batch = args[0], carriers[0].shape[0]
-    return (
+    x, batch, dtype = args[0], carriers.tensors[0].shape[0], carriers.tensors[0].dtype
+    rows = (
         x.is_floating_point()
         and output.is_floating_point()
         and x.dim() == output.dim() > 1
         and x.shape[0] == output.shape[0] == batch
-        and output.dtype == carriers[0].dtype
+        and torch.promote_types(output.dtype, dtype) == dtype
         and (torch.compiler.is_compiling() or not hasattr(output, HEAD_USE))
     )
+    return rows and (carriers.form[0] is not _both or _alike(carriers.tensors, (x, output)))
 
 
-def carry(carriers: tuple[Tensor, ...], layer: Layer, x: Tensor, output: Tensor) -> Tensor:
+def _alike(carriers: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
+    """Whether these tensors can be the gradients of carriers as they are."""
+    pairs = zip(carriers, tensors, strict=True)
+    return all(c.shape == t.shape and c.dtype == t.dtype for c, t in pairs)
+
+
+def carry(hooks: HasCarriers, carriers: Carriers, x: Tensor, output: Tensor) -> Tensor:
     """``output`` of a layer that was called with ``x``; its gradients go to the carriers.
 
     What a compiled graph reads here has to be equal in equal layers, so that they share it: no
     rule or spec, whose name differs.
     """
     tapped: Tensor
-    transposed, weight = isinstance(layer.rule, TransposedLinearRule), carriers[0].dim() == 3
+    form, constants = carriers.form
+    if form is _both:  # those of two uses would be added
+        hooks.carriers = None
     if torch.compiler.is_compiling():
-        tapped = _Carried.apply(output, x, None, transposed, weight, *carriers)
+        tapped = _Carried.apply(output, x, None, form, constants, *carriers.tensors)
     else:
-        tapped = _carried(output, x, layer.spec, transposed, weight, *carriers)
+        tapped = _carried(output, x, hooks.layer.spec, form, constants, *carriers.tensors)
     return tapped
 
 
@@ -95,10 +134,7 @@ def twice_differentiated(spec: LayerSpec) -> RuntimeError:
 
 
 class _Carried(torch.autograd.Function):
-    """An identity whose backward forms the per-sample gradients of a linear layer.
-
-    They are those of :meth:`LinearRule.per_sample_grad`, with the weight's first.
-    """
+    """An identity whose backward gives the carriers what their form makes of ``x`` and gradient."""
 
     @staticmethod
     def forward(
@@ -106,29 +142,26 @@ class _Carried(torch.autograd.Function):
         output: Tensor,
         x: Tensor,
         spec: LayerSpec | None,
-        transposed: bool,
-        weight: bool,
+        form: Callable[..., tuple[Tensor, ...]],
+        constants: tuple[Any, ...],
         *carriers: Tensor,
     ) -> Tensor:
-        ctx.spec, ctx.transposed, ctx.weight = spec, transposed, weight
-        ctx.bias = len(carriers) > weight
-        ctx.save_for_backward(x)
-        if torch.compiler.is_compiling():  # what follows the graph may change this one in place
-            return torch.ops.aten._unsafe_view(output, output.shape)
-        return output.detach()
+        ctx.spec, ctx.form, ctx.constants = spec, form, constants
+        if not torch.compiler.is_compiling():
+            ctx.save_for_backward(x)
+            return output.detach()
+        ctx.save_for_backward(x, torch.ops.opacus.note_input(x))
+        # What follows the graph may change this one in place.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x,), grad = ctx.saved_tensors, grads[0]
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        (x, *note), grad = ctx.saved_tensors, grads[0]
+        if torch.compiler.is_compiling():
+            torch.ops.opacus.find_input(x, *note)
+        elif torch.is_grad_enabled():
             raise twice_differentiated(ctx.spec)
-        rows, g = [], as_tokens(grad)
-        if ctx.weight:
-            x = as_tokens(x.to(grad.dtype))  # autocast lets a layer's input and output differ
-            rows.append(products_of_rows(x, g) if ctx.transposed else products_of_rows(g, x))
-        if ctx.bias:
-            rows.append(g.sum(1))
-        return grad, None, None, None, None, *rows
+        return grad, None, None, None, None, *ctx.form(x, grad, *ctx.constants)
 
 
 _carried = direct_apply(_Carried)

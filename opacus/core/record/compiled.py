@@ -148,6 +148,12 @@ _library.define(
     tags=_tags,
 )
 _library.define("deliver(Tensor grad, Tensor x, Tensor number) -> Tensor", tags=_tags)
+# What notes an input while a graph is traced, and what finds it again; not in the finished graph,
+# which has no need of their results.
+_library.define("note_input(Tensor x) -> Tensor")
+_library.define("find_input(Tensor x, Tensor note) -> Tensor")
+_library.impl("note_input", lambda x: new_mark(), "CompositeExplicitAutograd")
+_library.impl("find_input", lambda x, note: new_mark(), "CompositeExplicitAutograd")
 for _kind in ("CPU", "CUDA"):
     _library.impl("begin_use", _begin_use, _kind)
     _library.impl("deliver", _deliver, _kind)
@@ -156,12 +162,20 @@ for _kind in ("CPU", "CUDA"):
 def _fake_use(
     output: Tensor, x: Tensor, key: Tensor, last: Tensor, names: str
 ) -> tuple[Tensor, Tensor]:
-    number = torch.empty(1, dtype=torch.int64, device="cpu")
-    number.opacus_input = x  # type: ignore[attr-defined]
-    return number, torch.empty((), dtype=torch.int64, device="cpu")
+    return _fake_note(x), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_zero(grad: Tensor, x: Tensor, number: Tensor) -> Tensor:
+    return _fake_found(x, number)
+
+
+def _fake_note(x: Tensor) -> Tensor:
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+    number.opacus_input = x  # type: ignore[attr-defined]
+    return number
+
+
+def _fake_found(x: Tensor, number: Tensor) -> Tensor:
     # While a graph is traced, with both operators in it, a tensor that was changed in place is
     # another one. Afterwards, where the operators are in graphs of their own, nothing is known.
     before = getattr(number, "opacus_input", None)
@@ -176,3 +190,5 @@ def _fake_zero(grad: Tensor, x: Tensor, number: Tensor) -> Tensor:
 
 torch.library.register_fake("opacus::begin_use", _fake_use)
 torch.library.register_fake("opacus::deliver", _fake_zero)
+torch.library.register_fake("opacus::note_input", _fake_note)
+torch.library.register_fake("opacus::find_input", _fake_found)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
-from opacus.core.record.carriers import carries, carry
+from opacus.core.record.carriers import Carriers, carries, carry
 from opacus.core.record.layers import Layer, is_alias
 from opacus.core.record.readers import buffered
 from opacus.core.record.record import ANCHOR, Tap, Use, differentiable, rows_of
@@ -40,7 +40,7 @@ class LayerHooks:
         self._stateful = buffered(layer.module) if layer.rule.needs_parameters else ()
         self.key = compiled_tap.key_of(self)
         self.mark = compiled_tap.new_mark()  # see compiled_tap.tap
-        self.carriers: tuple[Tensor, ...] = ()  # where its gradients go, instead of a record
+        self.carriers: Carriers | None = None  # where its gradients go, instead of a record
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put detached parameters in the places of the trainable ones."""
@@ -81,8 +81,9 @@ class LayerHooks:
             _put_back(module, swapped)
             if len(swapped) == len(self.layer.spec.params) and not self.layer.unheld:
                 spec = self.layer.spec  # all of them are trainable
-        if self.carriers and spec is not None and carries(self.carriers, args, kwargs, output):
-            return carry(self.carriers, self.layer, args[0], output)
+        carriers = self.carriers
+        if carriers is not None and spec is not None and carries(carriers, args, kwargs, output):
+            return carry(self, carriers, args[0], output)
         if output is None or not self.recorder.active(module):
             self._note_rows(output)
             return None
@@ -198,7 +199,7 @@ class LayerHooks:
         return use
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_swapped": [], "carriers": (), "key": None, "mark": None}
+        return {**self.__dict__, "_swapped": [], "carriers": None, "key": None, "mark": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -211,6 +211,7 @@ class Record:
     versions: list[int] | None = None  # of the tensors, since it was kept
     averaged: int | None = None  # number of rows that a mean of losses is of, if not `rows`
     borrowed: bool = False  # a compiled graph may write over the tensors once they are delivered
+    copied: bool = field(default=False, init=False)  # whether that was prevented
     batch: int = field(init=False)
     device: torch.device = field(init=False)
     tensors: list[Tensor] = field(init=False)
@@ -254,7 +255,7 @@ class Record:
         if self.borrowed:
             held = (self.activations, self.backprops)
             self.put_tensors(*tree_map_only(Tensor, torch.clone, held))
-            self.borrowed = False
+            self.borrowed, self.copied = False, True
         self.versions = [t._version for t in self.tensors]
 
     def check_unchanged(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from opacus.core.rules.units import Units
 
 # Activations and backprops of one use of a layer.
 Use = tuple[Any, Any]
+# See LayerRule.carried.
+Carried = tuple[Callable[..., tuple[Tensor, ...]], tuple[Any, ...]]
 
 
 class LayerRule:
@@ -49,8 +51,6 @@ class LayerRule:
     light: tuple[str, ...] = ()
     # Parameters whose sum is the same if row i of the one input is scaled, not that of backprops.
     bilinear: tuple[str, ...] = ()
-    # Whether the layer is a linear one, whose per-sample gradients its own backward can form.
-    carries: bool = False
     # Whether inputs are used unchanged: some have no rows, or another dtype than the output.
     as_given: bool = False
     # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
@@ -89,6 +89,16 @@ class LayerRule:
     ) -> list[dict[str, Tensor]]:
         """:meth:`norm_sq` of layers whose activations are the same memory."""
         return [self.norm_sq(*use) for use in uses]
+
+    def carried(self, spec: LayerSpec) -> Carried | None:
+        """How the layer's own backward can form its per-sample gradients, if it can.
+
+        Returns:
+            A function of the input ``[B, ..., d]`` and the gradient of the output, and what else it
+            is called with, equal in equal layers. It gives ``[B, *shape]`` for each of
+            ``spec.params``.
+        """
+        return None
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """Static attributes of ``module`` that the rule reads from ``spec.options``.

@@ -11,7 +11,15 @@ from torch import Tensor
 from opacus.core.kernels.norms.reference import wide_bmm, wide_dtype
 from opacus.core.kernels.norms.tied import Heads, at_rows
 from opacus.core.platform.profiling import layers
-from opacus.core.rules.base import LayerRule, Use, join_tokens, scale_rows, tokens_of
+from opacus.core.rules.base import (
+    Carried,
+    LayerRule,
+    Use,
+    as_tokens,
+    join_tokens,
+    scale_rows,
+    tokens_of,
+)
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -20,8 +28,8 @@ class LinearRule(LayerRule):
 
     light = ("bias",)
     bilinear = ("weight",)
-    carries = True
     beside_tables = True
+    transposed = False
 
     def features(self, spec: LayerSpec) -> int:
         return 1
@@ -42,7 +50,12 @@ class LinearRule(LayerRule):
 
     def products(self, x: Tensor, g: Tensor) -> Tensor:
         """The weight's per-sample gradients from ``[B, T, d]`` and ``[B, T, p]``."""
-        return products_of_rows(g, x)
+        return products_of_rows(x, g) if self.transposed else products_of_rows(g, x)
+
+    def carried(self, spec: LayerSpec) -> Carried | None:
+        known = spec.params in (("weight", "bias"), ("weight",), ("bias",))
+        some = tuple([name in spec.params for name in ("weight", "bias")])
+        return (_rows, (self.transposed, *some)) if known else None
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         x, g = _tokens(spec, activations, backprops)
@@ -142,9 +155,7 @@ class TransposedLinearRule(LinearRule):
     """A linear layer whose weight is ``[d, p]``, such as GPT-2's ``Conv1D``."""
 
     beside_tables = False
-
-    def products(self, x: Tensor, g: Tensor) -> Tensor:
-        return products_of_rows(x, g)
+    transposed = True
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -153,6 +164,17 @@ class TransposedLinearRule(LinearRule):
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         return _transposed(super().wide_sum(spec, activations, backprops))
+
+
+def _rows(x: Tensor, g: Tensor, transposed: bool, weight: bool, bias: bool) -> tuple[Tensor, ...]:
+    """See :meth:`LayerRule.carried`."""
+    rows, g = [], as_tokens(g)
+    if weight:
+        x = as_tokens(x.to(g.dtype))  # autocast lets a layer's input and output differ
+        rows.append(products_of_rows(x, g) if transposed else products_of_rows(g, x))
+    if bias:
+        rows.append(g.sum(1))
+    return tuple(rows)
 
 
 def _tokens(spec: LayerSpec, activations: Any, backprops: Tensor) -> tuple[Tensor, Tensor]:

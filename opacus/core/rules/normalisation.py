@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opacus.core.kernels.norms.reference import widen
-from opacus.core.rules.base import LayerRule, Use, join_tokens, tokens_of, unsupported
+from opacus.core.rules.base import (
+    Carried,
+    LayerRule,
+    Use,
+    as_tokens,
+    join_tokens,
+    tokens_of,
+    unsupported,
+)
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -26,21 +34,19 @@ class TrailingNormRule(LayerRule):
         dims = len(spec.options["shape"])
         return dims, dims
 
-    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        """``x_hat``, in the dtype of ``x``."""
-        raise NotImplementedError
-
     def per_sample_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
         dims = len(spec.options["shape"])
         x, g = tokens_of(spec, activations, backprops, (dims, dims))
-        grads = {}
-        if "weight" in spec.params:
-            grads["weight"] = (g * self.normalise(spec, widen(x))).sum(1)
-        if "bias" in spec.params:
-            grads["bias"] = widen(g).sum(1)
-        return grads
+        return dict(zip(_trained(spec), _rows(x, g, *self._how(spec)), strict=True))
+
+    def carried(self, spec: LayerSpec) -> Carried | None:
+        return (_rows, self._how(spec)) if spec.params == _trained(spec) else None
+
+    def _how(self, spec: LayerSpec) -> tuple[Any, ...]:
+        shape, eps, trained = spec.options["shape"], spec.options["eps"], _trained(spec)
+        return self.centre, shape, eps, "weight" in trained, "bias" in trained
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         affine, eps, shape = self.kernels.affine, spec.options["eps"], spec.options["shape"]
@@ -66,9 +72,6 @@ class LayerNormRule(TrailingNormRule):
         assert isinstance(module, nn.LayerNorm)
         return {"shape": tuple(module.normalized_shape), "eps": module.eps}
 
-    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        return F.layer_norm(x, spec.options["shape"], eps=spec.options["eps"])
-
 
 class RMSNormRule(TrailingNormRule):
     """``torch.nn.RMSNorm``."""
@@ -77,9 +80,6 @@ class RMSNormRule(TrailingNormRule):
         assert isinstance(module, nn.RMSNorm)
         # Without one torch takes the machine epsilon of the wide type it computes in.
         return {"shape": tuple(module.normalized_shape), "eps": module.eps}
-
-    def normalise(self, spec: LayerSpec, x: Tensor) -> Tensor:
-        return F.rms_norm(x, spec.options["shape"], eps=spec.options["eps"])
 
 
 class HuggingFaceRMSNormRule(RMSNormRule):
@@ -141,6 +141,30 @@ class InstanceNormRule(ChannelNormRule):
         if x.numel() == 0:
             return x.clone()
         return F.instance_norm(x, eps=spec.options["eps"])  # type: ignore[arg-type]
+
+
+def _trained(spec: LayerSpec) -> tuple[str, ...]:
+    return tuple([name for name in ("weight", "bias") if name in spec.params])
+
+
+def _rows(
+    x: Tensor,
+    g: Tensor,
+    centre: bool,
+    shape: tuple[int, ...],
+    eps: float | None,
+    weight: bool,
+    bias: bool,
+) -> tuple[Tensor, ...]:
+    """See :meth:`LayerRule.carried`."""
+    x, g = as_tokens(x, len(shape)), as_tokens(g, len(shape))
+    rows = []
+    if weight:
+        normalise: Any = F.layer_norm if centre else F.rms_norm
+        rows.append((g * normalise(widen(x), shape, eps=eps)).sum(1))
+    if bias:
+        rows.append(widen(g).sum(1))
+    return tuple(rows)
 
 
 def _over_positions(tensor: Tensor) -> Tensor:
