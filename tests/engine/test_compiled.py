@@ -369,6 +369,15 @@ def test_graphs_without_taps_are_not_taken(mode: str, before: str) -> None:
             assert other.head.weight.grad is not None
 
 
+def test_the_limit_of_graphs_is_raised_for_private_blocks() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8, skip_nnmodule_hook_guards=True):
+        net("ghost_bk", compiled=None)
+        assert torch._dynamo.config.recompile_limit == 32
+    with torch._dynamo.config.patch(recompile_limit=64, skip_nnmodule_hook_guards=True):
+        net("ghost_bk", compiled=None)
+        assert torch._dynamo.config.recompile_limit == 64
+
+
 @pytest.mark.slow
 def test_torch_compile_imported_after_the_model_was_made_private() -> None:
     """In a process of its own, where its import has not been done before."""

@@ -1,4 +1,4 @@
-"""A model whose stored gradients autograd carries, with the oracle's sums, in one process or FSDP2."""
+"""A model whose gradients autograd carries, with the oracle's sums, in one process or FSDP2."""
 
 from __future__ import annotations
 

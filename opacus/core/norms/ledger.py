@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import LATEST_GRAM
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
@@ -129,9 +128,10 @@ class NormLedger:
         name, rule, planner = record.spec.name, record.layer.rule, self.planner
         check_rows(record, self.batch)
         alone = not (record.reused or record.layer.shared)
-        # Also a use that a reentrant checkpoint had hidden, if those before it were stored.
-        more = alone and planner is not None and name in self.kept.layers
-        if (rule.needs_parameters and not (rule.measures and alone)) or (more and self._adds_up):
+        # A use that a reentrant checkpoint had hidden, after one that was stored.
+        more = planner if alone and name in self.kept.layers else None
+        adds_up = more is not None and more.rounding is None  # what is rounded cannot be added to
+        if adds_up or (rule.needs_parameters and not (rule.measures and alone)):
             self.kept.form(record)
             return
         if planner is not None and rule.needs_parameters:
@@ -139,7 +139,7 @@ class NormLedger:
         if planner is not None and rule.as_given and not alone and planner.stores(record):
             self.kept.form(record)  # with logits that the backward pass forms in any case
             return
-        if more or name in self.norms.layers:
+        if more is not None or name in self.norms.layers:
             raise RuntimeError(
                 f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
                 "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
@@ -166,11 +166,6 @@ class NormLedger:
                 raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
         self.kept.add_formed(grads, layer_of.values())
 
-    @property
-    def _adds_up(self) -> bool:
-        """Whether gradients that are stored can be added to: not once they are rounded."""
-        return self.planner is None or self.planner.rounding is None
-
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""
         return layer in self.norms.layers or layer in self.kept.layers
@@ -184,7 +179,6 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
-        LATEST_GRAM.forget()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
@@ -241,7 +235,7 @@ class NormLedger:
             compute(records)
         elif compute is None:
             for r in records:
-                self.norms.take(r, _norm_sq(r))
+                self.norms.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
         visit = planner.leaving() if limited and planner is not None else None
         if visit is not None:
@@ -255,17 +249,10 @@ class NormLedger:
         if visit is not None:
             for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
                 self.norms.add(owner, norm_sq)
-            self.norms.take(record, _norm_sq(record))
+            rule = record.layer.rule
+            self.norms.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
         self.planner.visited(record)
         return visit is not None
-
-
-def _norm_sq(record: Record) -> dict[str, Tensor]:
-    LATEST_GRAM.shares = not record.borrowed
-    try:
-        return record.layer.rule.norm_sq(record.spec, record.activations, record.backprops)
-    finally:
-        LATEST_GRAM.shares = False
 
 
 def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:

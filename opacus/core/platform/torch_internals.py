@@ -184,13 +184,19 @@ def renumber(handle: Any) -> Any:
     return handle
 
 
+# Graphs that blocks of one kind may have, 8 by default. A private one has one with records and one
+# without, each for inputs with and without gradients (the first block of a model with adapters),
+# of fixed and of varying sizes: with those of evaluation that is more.
+MOST_GRAPHS = 32
+
+
 def prepare_for_graphs(plain: Iterable[type]) -> None:
     """Let ``torch.compile``, if it has been imported, get along with a private model's hooks.
 
     From now on it uses a graph only for modules with the hooks that it has seen. It leaves this
     out by default: a graph of a model without hooks, or of this one before it got its hooks,
     would be used for the private one too, whose layers would not be seen. Graphs that are there
-    already are dropped.
+    already are dropped. Beyond a limit blocks run in eager code: it is raised.
 
     Args:
         plain: Classes whose methods it is not to compile for their own sake, where they are
@@ -201,6 +207,8 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
     if config is None or not getattr(config, "skip_nnmodule_hook_guards", False):
         return
     config.skip_nnmodule_hook_guards = False
+    if hasattr(config, "recompile_limit"):
+        config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     dynamo.reset()
     skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
     if skip is not None:

@@ -1,4 +1,4 @@
-"""What autograd carries to one node of each unit (of FSDP2, or the model), instead of records.
+"""What autograd carries of the layers to one node of each unit (of FSDP2, or the model) itself.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
@@ -190,7 +190,7 @@ class Carried:
         self._known.clear()
 
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
-        """Whether any of these layers is carried in the pass that runs now."""
+        """Whether any of these layers has no record in the pass that runs now."""
         return any(not layers.isdisjoint(found.names) for found in self._now.values())
 
     # --- around each unit ---

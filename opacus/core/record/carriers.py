@@ -77,7 +77,7 @@ class Carries(Protocol):
         """Memory has run out: layers have records again."""
 
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
-        """Whether any of these layers is carried in the pass that runs now."""
+        """Whether any of these layers has no record in the pass that runs now."""
 
 
 def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
