@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import LATEST_GRAM
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
@@ -184,7 +183,6 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
-        LATEST_GRAM.forget()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
@@ -241,7 +239,7 @@ class NormLedger:
             compute(records)
         elif compute is None:
             for r in records:
-                self.norms.take(r, _norm_sq(r))
+                self.norms.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
         self.hold(records)
         visit = planner.leaving() if limited and planner is not None else None
         if visit is not None:
@@ -255,17 +253,10 @@ class NormLedger:
         if visit is not None:
             for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
                 self.norms.add(owner, norm_sq)
-            self.norms.take(record, _norm_sq(record))
+            rule = record.layer.rule
+            self.norms.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
         self.planner.visited(record)
         return visit is not None
-
-
-def _norm_sq(record: Record) -> dict[str, Tensor]:
-    LATEST_GRAM.shares = not record.borrowed
-    try:
-        return record.layer.rule.norm_sq(record.spec, record.activations, record.backprops)
-    finally:
-        LATEST_GRAM.shares = False
 
 
 def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:

@@ -23,8 +23,6 @@ FORMED_ELEMENTS = 1 << 18
 FORMED_SHARE = 0.5
 # Tensors up to this size are copied into one, so that their norms are taken in one call.
 SQUARED_ELEMENTS = 1 << 16
-# A Gram matrix of at most this many elements is kept until the next one, for layers that share it.
-SHARED_GRAM_ELEMENTS = 1 << 24
 # Elements of gradients of rows that are formed at once, to be summed by unit.
 UNIT_ROWS_ELEMENTS = 1 << 24
 

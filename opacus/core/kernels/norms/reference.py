@@ -6,7 +6,7 @@ Letters: B samples, T tokens, d and p features, V rows of a table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from opacus.core.kernels.norms.trusted import TRUSTED
 from opacus.core.platform.sizes import (
     CHUNK_ELEMENTS,
     GROUP_ELEMENTS,
-    SHARED_GRAM_ELEMENTS,
     SQUARED_ELEMENTS,
     STACK_ELEMENTS,
 )
@@ -203,71 +202,33 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     """
     batch, tokens, _ = activations.shape
     step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
-    lefts, rights = LATEST_GRAM.of(activations, step), _grams(backprops, step)
+    a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
     parts: list[Tensor] = []  # [2, B, S] each: sums of the terms, and of their absolute values
-    for left, right in zip(lefts, rights, strict=True):
+    for start in range(0, tokens, step):
+        rows = slice(start, start + step)
+        left = wide_bmm(activations[:, rows], a_t[:, :, start:])
+        right = wide_bmm(backprops[:, rows], g_t[:, :, start:])
         # Both are symmetric: what is beyond the square of these rows counts twice.
         parts.append(_of_products(left, right, once=left.shape[1]))
     total = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return _settle(activations, backprops, total)
 
 
-def _grams(rows: Tensor, step: int) -> Iterator[Tensor]:
-    """Gram matrices of ``[B, T, d]``, a few of their rows at a time, from the diagonal on."""
-    turned = rows.transpose(1, 2)
-    for start in range(0, rows.shape[1], step):
-        yield wide_bmm(rows[:, start : start + step], turned[:, :, start:])
-
-
-class LatestGram:
-    """The Gram matrix of the latest input: layers in a row often share one.
-
-    Attributes:
-        shares: Whether the inputs that come now are not written to without a count, as those are
-            which a compiled graph lends.
-    """
-
-    def __init__(self) -> None:
-        self.shares = False
-        self._key: Any = None
-        self._grams: list[Tensor] = []
-        self._given: Tensor | None = None  # kept, so that no other tensor takes its place in memory
-
-    def of(self, rows: Tensor, step: int) -> Iterable[Tensor]:
-        """:func:`_grams` of an input; they must not be written to."""
-        elements = rows.shape[0] * rows.shape[1] ** 2
-        if not self.shares or elements > SHARED_GRAM_ELEMENTS or type(rows) is not Tensor:
-            return _grams(rows, step)
-        key = (rows.data_ptr(), rows._version, rows.dtype, rows.shape, rows.stride(), step)
-        if key != self._key:
-            self.forget()
-            self._grams = list(_grams(rows, step))
-            self._key, self._given = key, rows
-        return self._grams
-
-    def forget(self) -> None:
-        """Let go of its memory: a backward pass is over."""
-        self._key, self._given, self._grams = None, None, []
-
-
-LATEST_GRAM = LatestGram()
-
-
 def _of_products(left: Tensor, right: Tensor, once: int) -> Tensor:
     """``[B, t, s]`` twice -> ``[2, B, S]``: parts of sums of terms, and of absolute values.
 
     Args:
-        left: A term is a product of its elements with those of ``right``.
-        right: Overwritten.
+        left: Overwritten.
+        right: A term is a product of its elements with those of ``left``.
         once: Columns that count once; the others count twice.
     """
     if left.is_cuda and left.dtype == torch.float32:
         from opacus.core.kernels.norms import terms_triton
 
         return terms_triton.sums_and_sizes(left, right, once)
-    right *= left
-    right[:, :, once:] *= 2
-    return sums_and_sizes(right)[..., None]
+    left *= right
+    left[:, :, once:] *= 2
+    return sums_and_sizes(left)[..., None]
 
 
 def sums_and_sizes(terms: Tensor) -> Tensor:
