@@ -238,8 +238,8 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         f"SmolLM2-135M-Instruct through DPSFTTrainer, FSDP2, LoRA rank 16, {args.batch} film "
         f"reviews expected a step of at most {LONGEST} tokens, AdamW, delta 1e-05: the last of "
         f"{args.cards} ranks is killed after {args.kill} steps, and the run goes on from its last "
-        f"checkpoint; held_out: step and loss of {HELD_OUT} other reviews, a resumed run's first "
-        "after its start: the mean of batches, which are others on other ranks"
+        f"checkpoint; held_out: step and loss of {HELD_OUT} other reviews, also when a run starts: "
+        "the mean of batches, which are others on other ranks"
     )
     found = {**head(what, card, versions(), args.cards), "command": sys.argv, "finetuning": rows}
     args.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +394,24 @@ def test_workers_columns_and_counts(tmp_path: Path) -> None:
     assert trainer.state.total_flos > 0
     same = trained(DPTrainer, llama(), tmp_path, texts, DPArguments(**HUGE), **FIXED)
     assert differ(weights(trainer.model), weights(same.model)) < 1e-6
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_losses_that_are_not_finite_are_filtered_as_by_the_plain_trainer(
+    tmp_path: Path, filters: bool
+) -> None:
+    given = [2.0, math.nan, math.inf, 3.0]
+
+    def logged(cls: Any, *privacy: Any) -> float:
+        class Given(cls):
+            def training_step(self, *args: Any) -> Tensor:
+                super().training_step(*args)
+                loss = torch.tensor(given[self.state.global_step])
+                return self._filtered(loss) if privacy else loss
+
+        more = {**FIXED, "max_steps": 4, "logging_steps": 4, "logging_nan_inf_filter": filters}
+        trainer = trained(Given, llama(), tmp_path, Texts(), *privacy, max_grad_norm=0, **more)
+        return trainer.state.log_history[0]["loss"]
+
+    ours, plain = logged(DPTrainer, DPArguments(**HUGE)), logged(transformers.Trainer)
+    assert ours == pytest.approx(plain, nan_ok=True) and math.isfinite(plain) == filters

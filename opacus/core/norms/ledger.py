@@ -128,9 +128,10 @@ class NormLedger:
         name, rule, planner = record.spec.name, record.layer.rule, self.planner
         check_rows(record, self.batch)
         alone = not (record.reused or record.layer.shared)
-        # Also a use that a reentrant checkpoint had hidden, if those before it were stored.
-        more = alone and planner is not None and name in self.kept.layers
-        if (rule.needs_parameters and not (rule.measures and alone)) or (more and self._adds_up):
+        # A use that a reentrant checkpoint had hidden, after one that was stored.
+        more = planner if alone and name in self.kept.layers else None
+        adds_up = more is not None and more.rounding is None  # what is rounded cannot be added to
+        if adds_up or (rule.needs_parameters and not (rule.measures and alone)):
             self.kept.form(record)
             return
         if planner is not None and rule.needs_parameters:
@@ -138,7 +139,7 @@ class NormLedger:
         if planner is not None and rule.as_given and not alone and planner.stores(record):
             self.kept.form(record)  # with logits that the backward pass forms in any case
             return
-        if more or name in self.norms.layers:
+        if more is not None or name in self.norms.layers:
             raise RuntimeError(
                 f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
                 "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
@@ -164,11 +165,6 @@ class NormLedger:
             if grad.shape[0] != self.batch:
                 raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
         self.kept.add_formed(grads, layer_of.values())
-
-    @property
-    def _adds_up(self) -> bool:
-        """Whether gradients that are stored can be added to: not once they are rounded."""
-        return self.planner is None or self.planner.rounding is None
 
     def has_measured(self, layer: str) -> bool:
         """Whether the norm of a layer that stands alone is there already."""

@@ -102,6 +102,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         self.args = copy.copy(self.args)
         self._accumulation = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1
+        self._filters_losses = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False  # see _filtered
         # The model is placed here; see `placement`.
         self._plugin = plugin_of(self.accelerator, self.args)
         refuse_plugin(self._plugin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class PrivateStep:
     _criterion: Any
     _norms: list[Tensor]
     _blank: CollateFnWithEmpty | None
+    state: Any
+    _tr_loss: Tensor
+    _globalstep_last_logged: int
+    _filters_losses: bool
+    _flops: Fraction | None = None  # of a token
 
     def model_outputs(
         self, model: Any, inputs: dict[str, Any]
@@ -64,11 +70,24 @@ class PrivateStep:
             if not last:
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        return total / max(inputs.size, 1)
+        return self._filtered(total / max(inputs.size, 1))
+
+    def _filtered(self, loss: Tensor) -> Tensor:
+        """What ``logging_nan_inf_filter`` makes of a loss: Trainer's own would wait for the GPU."""
+        if not self._filters_losses:
+            return loss
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean)
 
     def _physical_step(self, model: Any, chunk: Any, size: int) -> Tensor:
         """Backward pass of one physical batch; returns the sum of its losses."""
-        batch = self._prepare_inputs(dict(chunk) if size else self._no_examples())
+        chunk = dict(chunk) if size else self._no_examples()
+        device = self.args.device
+        on_device = {  # out of pinned memory nothing waits for it
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
+            for k, v in chunk.items()
+        }
+        batch = self._prepare_inputs(on_device)
         with self.compute_loss_context_manager():
             outputs, inputs = self.model_outputs(model, batch)
             named = {_OUTPUT + k: v for k, v in outputs.items()}
@@ -114,11 +133,13 @@ class PrivateStep:
             return super().floating_point_ops(inputs)  # type: ignore[misc, no-any-return]
         if not inputs.size:
             return 0
-        # Trainer counts a model's parameters anew each time, which takes as long as some layers.
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = [tokens_in(chunk, name, False) for chunk in inputs.chunks]
-        first: int = super().floating_point_ops(inputs.chunks[0])  # type: ignore[misc]
-        return first * sum(tokens) // tokens[0] if tokens[0] else 0
+        if tokens[0] and self._flops is None:
+            # Trainer counts all parameters anew each time, which takes as long as some layers.
+            first = super().floating_point_ops(inputs.chunks[0])  # type: ignore[misc]
+            self._flops = Fraction(first, tokens[0])
+        return int((self._flops or 0) * sum(tokens))
 
     def _track_num_input_tokens(self, inputs: LogicalBatch) -> None:
         if self.args.include_num_input_tokens_seen == "no":
