@@ -77,7 +77,7 @@ def gather_in_backward(unit: Any) -> None:
 
     FSDP2 does so itself where a gradient comes to an output of the unit.
     """
-    unit._getfsdp_state()._pre_backward(None)
+    unit._get_fsdp_state()._pre_backward(None)
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -89,7 +89,7 @@ def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _in_unit(module: Any, names: dict[int, str]) -> Iterator[tuple[str, Any, Any]]:
-    unit = fsdp_state(module)
+    unit = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     for group in groups_of(unit):
         for state in getattr(group, "fsdp_params", ()):
             name = names.get(id(getattr(state, "sharded_param", None)))
@@ -308,17 +308,16 @@ def fsdp_states(model: nn.Module) -> list[Any]:
 
     A root has a list of them once it has run, which is much shorter than that of all modules.
     """
-    own = fsdp_state(model)
+    own = _fsdp_state(model)
     if getattr(own, "_is_root", False):
         states = list(getattr(getattr(own, "_state_ctx", None), "all_states", ()))
         if states:
             return states
-    found = dict.fromkeys(map(fsdp_state, model.modules()))  # several modules may have one
+    found = dict.fromkeys(map(_fsdp_state, model.modules()))  # several modules may have one
     return [state for state in found if state is not None]
 
 
-def fsdp_state(module: nn.Module) -> Any:
-    """What FSDP2 knows of the unit that a module is; ``None`` if it is none."""
+def _fsdp_state(module: nn.Module) -> Any:
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     return None if state_of is None else state_of()
 
