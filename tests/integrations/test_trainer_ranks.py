@@ -208,6 +208,7 @@ def go_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             "epsilon": trainer.get_epsilon() if kind == "noisy" else 0.0, "keys": trainer.keys,
             "history": trainer.privacy_engine.accountant.history, "end": whole(trainer.model),
             "start": trainer.seen[0][1],
+            "losses": [h["loss"] for h in trainer.state.log_history if "loss" in h],
         }  # fmt: skip
     return found
 
@@ -219,11 +220,13 @@ def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path)
     start, keys, killed, end = torch.load(tmp_path / "before", weights_only=False)
     assert time.time() - killed < 15.0  # rank 0 does not wait for it
     assert "rank 0 raised" in str(failure.value) and "peer" in str(failure.value)
+    losses = {}
     for world_size in (4, 1):
         folder = tmp_path / f"on-{world_size}"
         for kind in ("exact", "noisy"):
             shutil.copytree(tmp_path / kind / "checkpoint-2", folder / kind / "checkpoint-2")
         ranks = run_distributed(go_on, world_size, str(folder), timeout=120)
+        losses[world_size] = ranks[0]["exact"]["losses"]
         for of_rank in ranks:
             noisy, exact = of_rank["noisy"], of_rank["exact"]
             assert 2.8 < noisy["epsilon"] <= 3.0
@@ -234,6 +237,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path)
                 torch.testing.assert_close(noisy["end"][name], ranks[0]["noisy"]["end"][name])
             for name, value in exact["end"].items():
                 torch.testing.assert_close(value, end[name], rtol=1e-4, atol=1e-6)
+    assert losses[4] == pytest.approx(losses[1], abs=1e-3)  # also where ranks have no examples
 
 
 def noise_alone(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

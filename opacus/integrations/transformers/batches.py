@@ -97,13 +97,21 @@ def check_chunk(chunk: Any, size: int, collate: Any) -> None:
         )
 
 
-def agreed_parts(own: int) -> int:
-    """Number of physical batches that every process runs in this step: the largest of all."""
+def agreed_parts(batch: LogicalBatch) -> tuple[int, float]:
+    """What the processes have drawn for a step; a collective call.
+
+    Returns:
+        Number of physical batches that every process runs, the largest of all; and the mean of
+        their numbers of examples.
+    """
+    own = [max(1, len(batch.chunks)), batch.size]
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return own
-    parts = torch.tensor([own], device=communication_device())
-    dist.all_reduce(parts, op=dist.ReduceOp.MAX)
-    return int(parts)
+        return own[0], float(own[1])
+    mine = torch.tensor([own], device=communication_device())
+    every = mine.new_empty(dist.get_world_size(), 2)
+    dist.all_gather_into_tensor(every, mine)
+    parts, sizes = zip(*every.tolist(), strict=True)
+    return max(parts), sum(sizes) / len(sizes)
 
 
 def tokens_in(chunk: Any, main_input: str, without_padding: bool) -> int:

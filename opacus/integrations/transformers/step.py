@@ -60,7 +60,7 @@ class PrivateStep:
         if hasattr(self.optimizer, "train"):  # schedule-free
             self.optimizer.train()
         self.optimizer.zero_grad(set_to_none=True)
-        parts = agreed_parts(max(1, len(inputs.chunks)))
+        parts, mean_size = agreed_parts(inputs)
         total = torch.zeros((), device=self.args.device)
         for part in range(parts):
             last = part == parts - 1
@@ -70,7 +70,8 @@ class PrivateStep:
             if not last:
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        return self._filtered(total / max(inputs.size, 1))
+        # Trainer takes the mean over processes, so this becomes one over all examples.
+        return self._filtered(total / (mean_size or 1.0))
 
     def _filtered(self, loss: Tensor) -> Tensor:
         """What ``logging_nan_inf_filter`` makes of a loss: Trainer's own would wait for the GPU."""
