@@ -46,6 +46,14 @@ def test_the_sum_is_the_oracles(name: str) -> None:
     assert min(records) == (5 if name == "reused" else 0)
 
 
+def test_fewer_samples_need_not_be_learnt_from() -> None:
+    case = learnt()
+    # A larger batch may need more memory than was there: its first step has records.
+    for rows, records in [(2, 0), (7, 12), (7, 0), (6, 0), (ROWS, 0)]:
+        assert case.error(0, 1, rows, rows=rows) < 2e-5
+        assert len(set(case.records)) == records, rows
+
+
 def test_a_use_beside_its_layer_is_noticed_also_where_it_is_carried() -> None:
     case = learnt()
     case.model.blocks[0].reads = True

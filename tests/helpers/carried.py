@@ -117,11 +117,13 @@ class Case:
 
         self.module._recorder.sink = noting
 
-    def error(self, rank: int, world_size: int, seed: int, views: int = 1) -> float:
+    def error(
+        self, rank: int, world_size: int, seed: int, views: int = 1, rows: int = ROWS
+    ) -> float:
         """Worst error of a step's sums, after its norms have been compared, too."""
         self.records.clear()
-        x, y = batch(ROWS * world_size, seed)
-        own = slice(ROWS * rank, ROWS * (rank + 1))
+        x, y = batch(rows * world_size, seed)
+        own = slice(rows * rank, rows * (rank + 1))
         sums, norms = wanted(self.double, x, y, views)
         assert (norms > 2 * C).all()
         losses = sum(self.loss(self.module(x[own] * (v + 1)), y[own]) for v in range(views))

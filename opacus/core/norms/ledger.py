@@ -140,11 +140,7 @@ class NormLedger:
             self.kept.form(record)  # with logits that the backward pass forms in any case
             return
         if more is not None or name in self.norms.layers:
-            raise RuntimeError(
-                f"layer '{name}' ({record.spec.kind.__name__}) was used again after its "
-                "per-sample norm had been computed; set OPACUS_USE_DEFERRED_NORM=1 (or "
-                "deferred_norm=True), which waits for all uses of a layer"
-            )
+            raise used_again(f"layer '{name}' ({record.spec.kind.__name__})")
         if alone and (rule.needs_parameters or not self.deferred):
             self.settle([record])
             return
@@ -159,11 +155,14 @@ class NormLedger:
             layer_of: The layer of each.
 
         Raises:
+            RuntimeError: A parameter's norm was already computed without these.
             ValueError: There is another number of losses.
         """
         for owner, grad in grads.items():
             if grad.shape[0] != self.batch:
                 raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
+            if owner in self.norms.by_owner:  # of a use that a reentrant checkpoint had hidden
+                raise used_again(f"layer '{layer_of[owner]}'")
         self.kept.add_formed(grads, layer_of.values())
 
     def has_measured(self, layer: str) -> bool:
@@ -299,6 +298,14 @@ def check_rows(record: Record, batch: int) -> None:
     if record.batch == batch or (record.reused and record.batch < batch == record.rows):
         return
     raise other_rows(str(record.spec), record.batch, batch)
+
+
+def used_again(layer: str) -> RuntimeError:
+    """The error for a use of a layer that comes too late for its norm."""
+    return RuntimeError(
+        f"{layer} was used again after its per-sample norm had been computed; set "
+        "OPACUS_USE_DEFERRED_NORM=1 (or deferred_norm=True), which waits for all uses of a layer"
+    )
 
 
 def other_rows(layer: str, rows: int, batch: int) -> ValueError:

@@ -77,7 +77,7 @@ def gather_in_backward(unit: Any) -> None:
 
     FSDP2 does so itself where a gradient comes to an output of the unit.
     """
-    unit._getfsdp_state()._pre_backward(None)
+    fsdp_state(unit)._pre_backward(None)
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:

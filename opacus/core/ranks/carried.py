@@ -14,9 +14,9 @@ Note [Carriers]
     the memory of what it gives to carriers alone, so that nothing is copied. Those of two uses must
     not be added: a second use is tapped as ever.
 
-    Which layers was learnt from a step with records, of inputs with the same shapes: those
-    whose rows are the units and that run once. What a layer does otherwise later (several inputs,
-    other rows) is tapped as ever.
+    Which layers was learnt from a step with records, of inputs with the same shapes and at least as
+    many samples (more may need more memory than was there): those whose rows are the units and that
+    run once. What a layer does otherwise later (several inputs, other rows) is tapped as ever.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Carried:
         limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
-        self._known: dict[Hashable, Known] = {}
+        self._known: dict[Hashable, tuple[int, Known]] = {}  # with the samples learnt from
         self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
@@ -138,10 +138,10 @@ class Carried:
         plain = batch is not None and batch > 1 and forward_pass.named is None
         if not plain or limits.limited or limits.again:
             return
-        shapes = [t.shape for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        key = (batch, *shapes)
-        known = self._known.get(key)
-        if known is None:
+        shapes = [tuple(t.shape) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        key = tuple([("samples", *s[1:]) if s[:1] == (batch,) else s for s in shapes])
+        most, known = self._known.get(key, (0, {}))
+        if batch is not None and batch > most:
             self.learning = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
@@ -183,7 +183,7 @@ class Carried:
                 likes = [like for layer in own for like in layer.likes]
                 names = frozenset(layer.hooks.layer.spec.name for layer in own)
                 found[unit] = _Carrying(own, likes, names)
-        self._known[key] = found
+        self._known[key] = seen.batch or 0, found
 
     def forget(self) -> None:
         """Memory has run out, or is counted: layers have records again."""
@@ -202,7 +202,8 @@ class Carried:
             return
         one = self._use.forward_pass
         targets = [_target(layer, one) for layer in carrying.layers]
-        carriers = _Carriers.apply(ANCHOR, self._use, targets, carrying.likes)
+        likes = [_with_rows(like, one.batch) for like in carrying.likes]
+        carriers = _Carriers.apply(ANCHOR, self._use, targets, likes)
         start = 0
         for layer in carrying.layers:
             stop = start + len(layer.likes)
@@ -270,8 +271,13 @@ def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Target:
         uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
         return tuple([layer.owners[local] for local in layer.spec.params])
     use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
-    use.register(carried.likes[1].shape, counted=True)
+    use.register(_with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
     return use
+
+
+def _with_rows(like: Tensor, batch: int | None) -> Tensor:
+    """A carrier's model for so many samples."""
+    return like if batch in (None, len(like)) else like[0].expand(batch, *like.shape[1:])
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

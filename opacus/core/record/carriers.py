@@ -32,6 +32,9 @@ class Carriers(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
 def _both(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return x, grad
 
@@ -83,7 +86,7 @@ class Carries(Protocol):
 def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
     """Whether a layer turned one tensor with a row for each sample into another one.
 
-    Of a dtype that carriers of what was learnt take: autograd would round the gradients to theirs.
+    Of a dtype that the carriers take as it is: autograd would round the gradients to theirs.
     """
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor or type(output) is not Tensor:
         return False
@@ -93,7 +96,7 @@ def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
         and output.is_floating_point()
         and x.dim() == output.dim() > 1
         and x.shape[0] == output.shape[0] == batch
-        and torch.promote_types(output.dtype, dtype) == dtype
+        and (output.dtype == dtype or (dtype == torch.float32 and output.dtype in HALF))
         and (torch.compiler.is_compiling() or not hasattr(output, HEAD_USE))
     )
     return rows and (carriers.form[0] is not _both or _alike(carriers.tensors, (x, output)))

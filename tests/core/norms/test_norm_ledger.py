@@ -427,6 +427,11 @@ def test_a_use_that_was_hidden_is_added_to_what_is_stored() -> None:
         torch.testing.assert_close(grad.flatten(1).square().sum(1), got[name])
     assert not ledger.kept.held
 
+    kept = NormLedger(5, planner=planner)  # there is no room any more
+    kept.add(record_of(*uses[0], 5, reused=False))
+    with pytest.raises(RuntimeError, match="layer '0' was used again after"):  # a carried use
+        kept.take_formed({"0.weight": torch.ones(5, 6, 6)}, {"0.weight": "0"})
+
     planner.room, planner.rounding = 1, lambda name, grad: None
     rounded = NormLedger(5, planner=planner)
     with pytest.raises(RuntimeError, match="used again after"):
