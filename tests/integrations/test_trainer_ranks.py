@@ -52,6 +52,16 @@ def trainer_of(folder: Any, way: str, model: Any = None, **changes: Any) -> Any:
     return trainer
 
 
+def of_way(way: str) -> Any:
+    """Table and head share their weight where FSDP2 shards it, as in small language models."""
+    model = llama()
+    if way == "fsdp":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model
+
+
 def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dict[str, Any]:
     become_rank(rank, world_size)
     if way == "wrapped":  # by the user, beforehand
@@ -59,12 +69,12 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dic
 
         trainer = trainer_of(folder, way, FSDP2Wrapper(llama()))
     else:
-        trainer = trainer_of(folder, way)
+        trainer = trainer_of(folder, way, of_way(way))
     trainer.train()
     after = [w for _, w in trainer.seen[1:]] + [whole(trainer.model)]
-    model, norms, sizes, worst = llama(), [], [], 0.0
+    model, norms, sizes, worst = of_way(way), [], [], 0.0
     for (batch, before), then in zip(trainer.seen, after, strict=True):
-        model.load_state_dict(before)
+        model.load_state_dict(before, strict=way != "fsdp")
         rows: list[Any] = [None] * world_size
         dist.all_gather_object(rows, oracle.rows_of(batch))
         every = [row for of_rank in rows for row in of_rank]
