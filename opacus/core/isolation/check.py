@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.probe import Difference, IncomparableError, Probe, coarsest_dtype
+from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
@@ -266,7 +266,7 @@ class Isolation:
             raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
         runs = LossRuns(model, batch, rows, loss, self.shared)
         try:
-            found = self._probe.run(runs, coarsest_dtype(self.model))
+            found = self._probe.run(runs)
         except IncomparableError as reason:
             raise ValueError(f"the model cannot be checked: {reason}") from None
         if self._any_rank(bool(found)):
@@ -280,10 +280,10 @@ class Isolation:
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, self._dtype(watch))
+            found = self._probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(WatchedRuns(self.model, watch), self._dtype(watch))
+                found = self._probe.run(WatchedRuns(self.model, watch), watch.dtypes)
         except IncomparableError as reason:
             self._warn(
                 f"whether a sample's gradient depends on the other samples of its batch cannot be "
@@ -313,11 +313,6 @@ class Isolation:
             )
             return None
         return WatchedRuns(self.model, watch)
-
-    def _dtype(self, watch: Watch) -> torch.dtype:
-        also = [c["dtype"] for c in watch.contexts if c["enabled"]]
-        outputs = [c.dtype for c in watch.cotangents.values()]
-        return coarsest_dtype(self.model, [*also, *outputs])
 
     def _any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -94,27 +94,29 @@ class Probe:
         self._plain = plain and not any(has_hooks(p) for p in model.parameters())
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
+        self._dtypes: set[torch.dtype] = set()  # of what layers see
 
-    def run(self, runs: Runs, dtype: torch.dtype) -> list[Difference]:
+    def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
 
         Args:
             runs: Runs the model.
-            dtype: The coarsest type that it computes in.
+            dtypes: Types that it computes in, besides those of its parameters and of what its
+                layers see.
 
         Raises:
             IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
-        tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
+        self._dtypes = set(dtypes)
         with ExitStack() as stack:
             for other in others(self._recorder):
                 stack.enter_context(other.paused())
             stack.enter_context(undisturbed(self._model))
             stack.enter_context(without_dropout(self._model))
-            return self._compare(runs, tolerance)
+            return self._compare(runs)
 
-    def _compare(self, runs: Runs, tolerance: float) -> list[Difference]:
+    def _compare(self, runs: Runs) -> list[Difference]:
         try:
             together = self._tapped(runs, range(runs.count))
         except RUN_ERRORS as error:
@@ -132,6 +134,7 @@ class Probe:
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
         alone = [self._alone(runs, place) for place in chosen]
+        tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
             one, unit = _column(together, place), runs.unit(place)
@@ -153,6 +156,7 @@ class Probe:
         refusals: list[Exception] = []
 
         def sink(record: Record) -> None:
+            self._dtypes.update([t.dtype for t in record.tensors])
             try:
                 with recorder.paused():  # a rule may run the layer again
                     ledger.add(record)
@@ -228,11 +232,12 @@ class Probe:
         return f"parameter '{name}'", name
 
 
-def coarsest_dtype(model: nn.Module, also: Sequence[torch.dtype] = ()) -> torch.dtype:
-    """The type with the fewest digits among those that a model computes in."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | set(also)
-    known = [d for d in dtypes if d in TOLERANCES]
-    return max(known, key=lambda d: TOLERANCES[d], default=torch.float32)
+def _tolerance(model: nn.Module, also: Collection[torch.dtype]) -> float:
+    """That of the type with the fewest digits among those that a model computes in."""
+    dtypes = {p.dtype for p in model.parameters()} | set(also)
+    return max(
+        [TOLERANCES[d] for d in dtypes if d in TOLERANCES], default=TOLERANCES[torch.float32]
+    )
 
 
 def _telling(norms: Norms, count: int) -> list[int]:

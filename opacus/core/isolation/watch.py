@@ -103,6 +103,12 @@ class Watch:
             self._sizes.append(torch.linalg.vector_norm(kept, math.inf))
         self.cotangents[place] = kept if _may_stay(kept) else kept.cpu()
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the model's outputs, and of autocast where it is on."""
+        also = [context["dtype"] for context in self.contexts if context["enabled"]]
+        return [*also, *(grad.dtype for grad in self.cotangents.values())]
+
     def prepare(self) -> bool:
         """All gradients have come; whether there is anything to run."""
         if not self.chosen and self.scalars:

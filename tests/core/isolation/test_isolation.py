@@ -390,6 +390,36 @@ def test_autocast(mode: str, checks: list[int]) -> None:
     assert checks
 
 
+class Rounding(nn.Module):
+    """Off by a percent where there are several samples, as rounding to bf16 may be."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        self.half, self.a, self.b = half, nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            x = self.a(x).tanh()
+            y = self.b(x * (1.01 if len(x) > 1 else 1.0))
+        return y.float()
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("half", [True, False])
+def test_what_layers_compute_in_says_what_is_rounding(
+    mode: str, half: bool, unfollowed: None, checks: list[int]
+) -> None:
+    """Under FSDP2, say, layers compute in bf16, though parameters and losses are fp32."""
+    torch.manual_seed(0)
+    parts = private(Rounding(half), mode)
+    if not half:
+        with pytest.raises(IsolationError, match="not its own"):
+            step(parts, vectors())
+        return
+    step(parts, vectors())
+    assert checks
+
+
 def hugging_face(kind: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
