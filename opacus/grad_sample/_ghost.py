@@ -139,7 +139,8 @@ class GhostSettings(GradSampleHooks):
         planner = self._strategy.planner
         if planner is None:
             return super().explain()
-        table, choices = planner.report.table(), planner.report.choices
+        backward = [layer.spec.name for layer in reversed(self._recorder.layers)]
+        table, choices = planner.report.table(backward), planner.report.choices
         if not choices and self._recorder.lone is not None and self._recorder.lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
         if choices:

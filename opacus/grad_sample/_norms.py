@@ -55,7 +55,9 @@ class Norms:
         self, norm_sq: dict[str, Tensor], batch: int, device: torch.device | None = None
     ) -> Tensor:
         """The norms of a whole pass: keep and publish them; returns those of all together."""
-        self.by_name = norm_sq
+        # In one order, so that the sum over parameters is rounded in one way.
+        ordered = {name: norm_sq[name] for name in self._parameters if name in norm_sq}
+        self.by_name = norm_sq = {**ordered, **norm_sq}
         if device is None:
             device = compute_device(next(iter(self._parameters.values())))
         if not norm_sq:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,11 +50,16 @@ class Report:
         """How many layers are held in each way, the most first."""
         return dict(Counter(choice.what for choice in self.choices.values()).most_common())
 
-    def table(self) -> str:
-        """A line for each layer."""
+    def table(self, order: Sequence[str] = ()) -> str:
+        """A line for each layer.
+
+        Args:
+            order: Names of layers, which come first and in this order.
+        """
         head = ("layer", "kind", "B", "activations, backprops", "choice", "extra ms", "held MB")
         rows = [head]
-        for c in self.choices.values():
+        names = dict.fromkeys([*(n for n in order if n in self.choices), *self.choices])
+        for c in [self.choices[name] for name in names]:
             cells = ("-", "-")  # of a replay: its block as a whole
             if c.what in c.bytes:
                 cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
