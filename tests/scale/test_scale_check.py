@@ -24,8 +24,15 @@ KNOWN_MISSES = {
     # 0.92: lone samples run without taps since that call.
     ("llama3_h200_2026-11-29_whole_steps", "ghost_fsdp_bk", 4096),
 }
-# The same where the device does: 1.44 and 1.47 on two cards, where one card takes 1.20 to 1.26.
-KNOWN_OF_DEVICE = {("llama3_h200x2_2026-11-29_whole_steps", "ghost_fsdp_bk", 512)}
+# The same where the device does, by the model.
+KNOWN_OF_DEVICE = {
+    # 16x512, where slow hosts take longer than the device: 1.44 to 1.54 on two cards, 1.17 to 1.52.
+    ("llama3_h200x2_2026-11-29_whole_steps", "ghost_fsdp_bk", 512),
+    ("llama3_h200_2026-11-29_whole_steps", "ghost_fsdp_bk", 512),
+    # 8B, one sample, checkpoints: 1.04 and 1.06 of a step that is predicted 13% and 8% too long.
+    ("llama3_h200_2026-11-29_whole_steps", "ghost_fsdp_bk", 4096),
+    ("llama3_h200x2_2026-11-29_whole_steps", "ghost_fsdp_bk", 4096),
+}
 
 
 @pytest.fixture(scope="module")
