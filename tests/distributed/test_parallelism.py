@@ -405,7 +405,9 @@ def test_noise_is_equal_on_ranks_that_hold_the_same_and_on_no_others() -> None:
             same = torch.equal(ranks[one][name], ranks[other][name])
             assert same != (split and bool(noise.numel())), name
     parts = [rank["blocks.0.up.weight"] for rank in ranks]
-    assert all(0.5 < part.std() < 2 for part in parts)
+    # Few numbers on each rank, of a key of the operating system: all together say how large.
+    assert 0.5 < torch.cat([part.flatten() for part in parts]).std() < 2
+    assert all(0.1 < part.std() < 3 for part in parts)
     for a in range(4):
         for b in range(a):
             assert not torch.isin(parts[a], parts[b]).any()
