@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import fsdp_states, groups_of
+from opacus.core.platform.torch_internals import fsdp_state, fsdp_states, groups_of
 
 
 def communication_state(model: nn.Module) -> str:
@@ -32,7 +32,7 @@ def is_idle(model: nn.Module) -> bool:
 
 def has_open_backward(model: nn.Module) -> bool:
     """Whether a backward pass has come to units of FSDP2, and has not ended there."""
-    contexts = [getattr(root._get_fsdp_state(), "_state_ctx", None) for root in _outermost(model)]
+    contexts = [getattr(fsdp_state(root), "_state_ctx", None) for root in _outermost(model)]
     return any(getattr(c, "post_backward_final_callback_queued", False) for c in contexts)
 
 

@@ -24,7 +24,7 @@ def to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     if not tensor.is_cuda:
         return tensor.clone(), None
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    side = _side(tensor.device)
+    side = side_stream(tensor.device, "copies")
     side.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(side):
         host.copy_(tensor, non_blocking=True)
@@ -41,7 +41,7 @@ def from_host(host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     """
     if device.type != "cuda":
         return host.clone(), None
-    side = _side(device)
+    side = side_stream(device, "copies")
     back = torch.empty_like(host, device=device, pin_memory=False)
     side.wait_stream(torch.cuda.current_stream(device))  # whose memory it was
     with torch.cuda.stream(side):
@@ -58,5 +58,6 @@ def wait_for(device: torch.device) -> None:
 
 
 @functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """A stream beside the computation; another one for each purpose."""
     return torch.cuda.Stream(device)

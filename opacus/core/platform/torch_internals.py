@@ -317,7 +317,7 @@ def fsdp_states(model: nn.Module) -> list[Any]:
     return [state for state in found if state is not None]
 
 
-def fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: Any) -> Any:
     """What FSDP2 knows of the unit that a module is; ``None`` if it is none."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     return None if state_of is None else state_of()

@@ -6,7 +6,6 @@ neither: question and answer have a stream of their own, and the answer is there
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opacus.core.platform.host_copies import to_host
+from opacus.core.platform.host_copies import side_stream, to_host
 
 
 class Asked:
@@ -46,13 +45,11 @@ class Asked:
         """The least of each number."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [int(n) for n in self._least.tolist()]
+        least: list[int] = self._least.tolist()
+        return least
 
 
 def _aside(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(_side(device)) if device.type == "cuda" else nullcontext()
-
-
-@functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(side_stream(device, "numbers"))

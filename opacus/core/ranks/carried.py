@@ -1,4 +1,4 @@
-"""What autograd carries of the layers to one node of each unit (of FSDP2, or the model) itself.
+"""What autograd carries from layers to one node of their unit: of FSDP2, or the whole model.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
@@ -14,9 +14,10 @@ Note [Carriers]
     the memory of what it gives to carriers alone, so that nothing is copied. Those of two uses must
     not be added: a second use is tapped as ever.
 
-    Which layers was learnt from a step with records, of inputs with the same shapes and at least as
-    many samples (more may need more memory than was there): those whose rows are the units and that
-    run once. What a layer does otherwise later (several inputs, other rows) is tapped as ever.
+    Which layers these are was learnt from a step with records, of inputs with the same shapes and
+    at least as many samples (more may need more memory than was there): those whose rows are the
+    units and that run once. What a layer does otherwise later (several inputs, other rows) is
+    tapped as ever.
 """
 
 from __future__ import annotations

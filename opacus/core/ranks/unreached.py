@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opacus.core.platform.sharded import is_fsdp
+from opacus.core.platform.torch_internals import fsdp_state
 from opacus.core.record.layers import Layer
 
 
@@ -78,7 +79,7 @@ def units_of(model: nn.Module) -> dict[int, int]:
 def _number(module: nn.Module, unit: int, found: dict[int, int], states: list[Any]) -> None:
     if is_fsdp(module):
         # Modules that were sharded together, as a list, have one state.
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else module
+        state = fsdp_state(module) or module
         if state not in states:
             states.append(state)
         unit = states.index(state)

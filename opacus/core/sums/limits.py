@@ -1,10 +1,10 @@
 """How much a step may hold: what the user says, else what is left of the card.
 
 Note [One number for all ranks]
-    Ranks that share blocks decide from the least of their numbers. A rank learns those of the
-    others where blocks are agreed on, at the end of a step, so they count from the next step on;
-    its own counts at once. Until then ranks may want different blocks to run again, which is exact
-    too: all of them gather a block that any of them runs.
+    Ranks that share blocks decide from the least of their numbers. A rank hears those of the
+    others after a backward pass, so they count from the next step on; its own counts at once. Until
+    then ranks may want different blocks to run again, which is exact too: all of them gather a
+    block that any of them runs.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Planner:
         self._size = Size(units, given, len(blocks.found), rounded)
         if self._forced or not self._room.has(self._size, most, free):
             return False
-        if not most is free is None:
+        if most is not None or free is not None:
             self.report.expect(self._begun + self._room.growth)
             self.budget_bytes = self._room.held
         return True

@@ -16,19 +16,19 @@ class Size:
     Attributes:
         units: Losses.
         given: Bytes of what its blocks were given.
-        layers: Blocks that ran.
+        blocks: Those of the model that can run again.
         rounded: Whether stored gradients take a byte an element.
     """
 
     units: int
     given: int
-    layers: int
+    blocks: int
     rounded: bool
 
     def within(self, other: Size) -> bool:
         """Whether a step of this size needs no more than one of the other."""
         smaller = self.units <= other.units and self.given <= other.given
-        return smaller and (self.layers, self.rounded) == (other.layers, other.rounded)
+        return smaller and (self.blocks, self.rounded) == (other.blocks, other.rounded)
 
 
 class Room:
@@ -58,7 +58,7 @@ class Room:
             most: Bytes that may be held; ``None``: any.
             free: Bytes of the device that it may still take; ``None``: any.
         """
-        if most is free is None:
+        if most is None and free is None:
             return True
         if self._known is None or not size.within(self._known):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -105,7 +106,7 @@ PLACES = {"ghost_fsdp": (1, 3, 4, 6), "ghost_fsdp_bk": (1, 3)}
 
 def every_case(rank: int, world_size: int) -> list[list[list[Tensor]]]:
     ends = [with_and_without(rank, mode, deferred=False) for mode in PLACES]
-    ends += [fails_while_reducing(rank), fails_unwatched(rank)]
+    ends += [ends_of(rank, fails_while_reducing), ends_of(rank, fails_unwatched, steps=2)]
     before_213()
     return ends + [with_and_without(rank, mode, deferred=True) for mode in PLACES]
 
@@ -137,37 +138,33 @@ def check(ends: list[list[Tensor]]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def fails_while_reducing(rank: int) -> list[list[Tensor]]:
-    """The same, for what a single backward pass does after it."""
+def ends_of(rank: int, fail: Callable[[Run], None], steps: int = 1) -> list[list[Tensor]]:
+    """The same for a single backward pass, with and without a failure between two steps."""
     ends = []
     for fails in (False, True):
         run = Run("ghost_fsdp_bk", rank)
         run.step()
         if fails:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ShardedSink, "_land", _no_room)
-                with pytest.raises(MemoryError, match="no room"):
-                    run.step()
-        run.step()
-        ends.append(run.weights())
-    return ends
-
-
-def fails_unwatched(rank: int) -> list[list[Tensor]]:
-    """The same, for the backward pass of a loss that the criterion did not make."""
-    ends = []
-    for fails in (False, True):
-        run = Run("ghost_fsdp_bk", rank)
-        run.step()
-        if fails:
-            Fuse.countdown = 2
             with pytest.raises(MemoryError, match="no room"):
-                run.private(run.x).sum().backward()
+                fail(run)
             Fuse.countdown = 0
-        run.step()
-        run.step()
+        for _ in range(steps):
+            run.step()
         ends.append(run.weights())
     return ends
+
+
+def fails_while_reducing(run: Run) -> None:
+    """In what a single backward pass does after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedSink, "_land", _no_room)
+        run.step()
+
+
+def fails_unwatched(run: Run) -> None:
+    """In the backward pass of a loss that the criterion did not make."""
+    Fuse.countdown = 2
+    run.private(run.x).sum().backward()
 
 
 def _no_room(*args: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from opacus.core.sums.room import Room, Size
 
-SIZE = Size(units=4, given=1000, layers=3, rounded=False)
+SIZE = Size(units=4, given=1000, blocks=3, rounded=False)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_without_a_limit_there_is_room() -> None:
         ({"units": 3, "given": 900}, 200, 50, True),
         ({"units": 5}, 10**9, 10**9, False),
         ({"given": 1001}, 10**9, 10**9, False),
-        ({"layers": 2}, 10**9, 10**9, False),
+        ({"blocks": 2}, 10**9, 10**9, False),
         ({"rounded": True}, 10**9, 10**9, False),
     ],
 )
