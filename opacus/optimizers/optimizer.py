@@ -327,14 +327,12 @@ class DPOptimizer(
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
             self._forget_clipping_norm()
-            if self._draws is not None:
-                self._draws.forget()
+            self._forget_batch()
         self.original_optimizer.zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        if self._draws is not None:
-            self._draws.forget()
+        self._forget_batch()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
         self._forget_clipping_norm()
