@@ -139,7 +139,8 @@ def test_the_sum_with_its_noise_is_divided(target: torch.dtype) -> None:
         whole_, result = torch.empty_like(source), torch.empty_like(source, dtype=target)
         launch(3.0, [Draw(source, whole_, whole(5000), KEY)], 2, grid_of(3.0))
         launch(3.0, [Draw(source, result, whole(5000), KEY)], 2, grid_of(3.0), divisor=divisor)
-        want = (whole_.double() / divisor).to(target)
+        want = (whole_ / divisor).to(target)
         torch.testing.assert_close(result, want, rtol=torch.finfo(target).eps, atol=0)
-        assert (result == want).float().mean() > (0.999 if target == torch.bfloat16 else 0.5)
         assert (whole_ - source).std() > 2.9
+    # The definition rounds to half precision once; the interpreter of kernels cuts off.
+    assert torch.equal(result, want)
