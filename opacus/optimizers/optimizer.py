@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.isolation.check import Isolation, IsolationError
-from opacus.core.kernels.norms.squares import squares_of
+from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.privacy.clipping import Clipped, clip_flat
 from opacus.core.privacy.gradients import mark_processed, unprocessed
@@ -207,7 +207,7 @@ class DPOptimizer(
     def _norms(self, samples: list[Tensor]) -> list[Tensor]:
         """``[B]`` norms of each parameter's per-sample gradients, on one device, unscaled."""
         device, scale = samples[0].device, self._scaled.scale
-        norms = [norm_sq.sqrt().to(device) for norm_sq in squares_of(samples)]
+        norms = [norm_sq.sqrt().to(device) for norm_sq in sums_of_squares(samples)]
         return norms if scale == 1.0 else [norm / scale for norm in norms]
 
     def _discard(self) -> None:

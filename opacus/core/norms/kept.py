@@ -7,8 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sum_of_squares
-from opacus.core.kernels.norms.squares import squares_of
+from opacus.core.kernels.norms.reference import sum_of_squares, sums_of_squares
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.host_memory import Away, send
 from opacus.core.platform.profiling import each_layer
@@ -121,7 +120,7 @@ class Kept:
         own = [o for o in owners if o in self.formed]
         plain = [o for o in own if o not in self.rounded]
         found = {o: self.rounded[o].norm_sq for o in own if o in self.rounded}
-        squares = squares_of([self.formed[o] for o in plain])
+        squares = sums_of_squares([self.formed[o] for o in plain])
         return found | dict(zip(plain, squares, strict=True))
 
     def take_held(self) -> list[Record]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.kernels.norms.squares import norms_of, stacked_norms
+from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.platform.host_copies import wait_for
 from opacus.core.platform.sharded import compute_devices, local_of, locals_of
 from opacus.core.privacy.gradients import is_processed
@@ -132,15 +132,32 @@ def _norms(shards: list[Tensor], grads: list[Tensor]) -> Tensor | None:
     if not shards:
         return None
     if all([shard.is_cuda for shard in shards]):
-        return norms_of(shards)
+        return _on_gpu(shards)
     devices = compute_devices(grads)
     pairs = list(zip(shards, devices, strict=True))
     if all(shard.device.type == device.type for shard, device in pairs):
-        return norms_of(shards)
+        return _stacked(torch._foreach_norm(shards))
     norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
     for device in set(devices):
         wait_for(device)  # before anyone writes to what is copied
-    return stacked_norms(norms)
+    return _stacked(norms)
+
+
+def _on_gpu(shards: list[Tensor]) -> Tensor:
+    """``[n]`` norms, the same numbers in each call."""
+    if triton_is_installed():
+        from opacus.core.kernels.norms import squares_triton
+
+        squares = squares_triton.squares_of_wholes(shards)
+        if squares is not None:
+            return squares.sqrt()
+    return _stacked(torch._foreach_norm(shards))
+
+
+def _stacked(norms: Sequence[Tensor]) -> Tensor:
+    """``[n]``, on the device of the first."""
+    first = norms[0].device
+    return torch.stack([norm if norm.device == first else norm.to(first) for norm in norms])
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""GPU kernels of :mod:`opacus.core.kernels.norms.squares`: all tensors in two launches.
+"""GPU kernels for squared norms of the rows of many tensors, in two launches.
 
-Each program squares and adds up a part of a row, and writes one number; then one program for each
-row adds up those of its parts. The order is always the same, and so is the result.
+The definition is :func:`opacus.core.kernels.norms.reference.sum_of_squares`. Each program squares
+and adds up a part of a row, and writes one number; then one program for each row adds up those of
+its parts. The order is always the same, and so is the result.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LOOPS = 16
 COLUMNS = 4
 # First row, first of its parts, parts of a row.
 TOTAL_COLUMNS = 3
+# Rows shorter than this are left to PyTorch, unless they are so few.
+SHORT, FEW = 256, 8
 # Parts that are added up at once.
 TOTAL_BLOCK = 512
 
@@ -78,6 +81,47 @@ def _totals(
         places = offset + tl.arange(0, BLOCK)
         total += tl.load(parts + places, mask=places < many, other=0.0)
     tl.store(out + row, tl.sum(total, 0))
+
+
+def squares_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Squared norms ``[B]`` of the rows of each ``[B, *shape]``, in fp32.
+
+    Returns:
+        ``None`` where these kernels are not for all of them: not for fp64, for tensors that are not
+        contiguous or on one device, and for many short rows, which would have a program each.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    device = tensors[0].device
+    for place, tensor in enumerate(tensors):
+        rows, size = tensor.shape[0], tensor.numel()
+        if not (size and tensor.is_contiguous() and tensor.device == device):
+            return None
+        if size < rows * SHORT and rows > FEW:
+            return None
+        by_dtype.setdefault(tensor.dtype, []).append(place)
+    if not by_dtype.keys() <= set(operands.SUPPORTED):
+        return None
+    found: dict[int, Tensor] = {}
+    for places in by_dtype.values():
+        own = [tensors[place] for place in places]
+        counts = [tensor.shape[0] for tensor in own]
+        found |= zip(places, launch(own, counts).split(counts), strict=True)
+    return [found[place] for place in range(len(tensors))]
+
+
+def squares_of_wholes(tensors: Sequence[Tensor]) -> Tensor | None:
+    """``[n]`` squared norms of whole tensors in fp32, the same numbers in each call.
+
+    Returns:
+        ``None`` if these are not contiguous, of one dtype that the kernels know, on one device.
+    """
+    first, elements = tensors[0], 0
+    alike = first.dtype in operands.SUPPORTED
+    for tensor in tensors if alike else ():
+        elements += tensor.numel()
+        same = tensor.dtype == first.dtype and tensor.device == first.device
+        alike = alike and same and tensor.is_contiguous()
+    return launch(tensors, [1] * len(tensors)) if alike and elements else None
 
 
 def launch(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, 
 
 pytestmark = MARKS
 if ON_GPU or INTERPRETED:
-    from opacus.core.kernels.norms import squares, squares_triton
+    from opacus.core.kernels.norms import squares_triton
 
     PART = squares_triton.BLOCK * squares_triton.LOOPS
 
@@ -21,7 +21,8 @@ def test_each_row_has_its_own(dtype: torch.dtype) -> None:
     for some in (shapes, shapes[:-1]):  # the last is of no multiple of 16 bytes
         tensors = [draw(*shape, dtype=dtype) for shape in some]
         tensors[2][1, 0, 0] = torch.inf
-        found = squares.squares_of(tensors)
+        found = squares_triton.squares_of(tensors)
+        assert found is not None
         for tensor, got in zip(tensors, found, strict=True):
             want = tensor.double().flatten(1).square().sum(1)
             assert got.shape == want.shape and got.dtype == torch.float32
@@ -48,24 +49,23 @@ def test_parts_of_a_storage_and_more_parts_than_are_added_up_at_once(
     torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=0)
 
 
-def test_what_has_no_kernel_is_computed_without() -> None:
+def test_what_has_no_kernel_is_left_to_others() -> None:
     wide, turned = draw(2, 6).double(), draw(6, 300).t()
     many, none = draw(20, 3), torch.zeros(0, 3, device=DEVICE)
-    assert not any(map(squares.has_kernel, (wide, turned, many, none)))
-    assert squares.has_kernel(draw(20, 300))
-    tensors = [wide, draw(2, 300), turned, many, none]
-    for tensor, got in zip(tensors, squares.squares_of(tensors), strict=True):
-        want = tensor.double().flatten(1).square().sum(1)
-        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=0)
+    assert squares_triton.squares_of([draw(20, 300), draw(8, 3)]) is not None
+    for other in (wide, turned, many, none):
+        assert squares_triton.squares_of([draw(2, 300), other]) is None
 
 
 def test_norms_of_whole_tensors() -> None:
     alike = [draw(3, 100), draw(0), draw(7), draw(2, 5, 4)]
-    mixed = [*alike, draw(30, dtype=torch.bfloat16)]
-    for tensors, rtol in ((alike, 1e-6), (mixed, 1e-2)):
-        got, want = squares.norms_of(tensors), torch.stack([t.double().norm() for t in tensors])
-        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=0)
-        assert torch.equal(got, squares.norms_of(tensors))
-    before = squares.norms_of(alike)
-    alike[2][3] *= 2
-    assert (squares.norms_of(alike) != before).tolist() == [False, False, True, False]
+    before = squares_triton.squares_of_wholes(alike)
+    want = torch.stack([t.double().square().sum() for t in alike])
+    assert before is not None
+    torch.testing.assert_close(before.double(), want, rtol=2e-6, atol=0)
+    again = [t.clone() for t in alike]
+    again[2] *= 2
+    after = squares_triton.squares_of_wholes(again)
+    assert after is not None and (after != before).tolist() == [False, False, True, False]
+    for others in ([*alike, draw(30).bfloat16()], [draw(30).double()], [draw(3, 4).t()], [draw(0)]):
+        assert squares_triton.squares_of_wholes(others) is None
