@@ -186,6 +186,13 @@ def test_cross_term_of_tied_layers_counts() -> None:
     assert not torch.allclose(together, apart, rtol=1e-2)
 
 
+def test_autocast_rounds_what_the_head_is_given_and_not_the_table() -> None:
+    table, (head, (hidden,), g), norm = tied_layers()
+    uses = [table, (head, (hidden.bfloat16(),), g.bfloat16()), norm]
+    got = finish(NormLedger(5), records_of(uses))["0.weight"].double()
+    torch.testing.assert_close(got, expected(uses, 5)["0.weight"], rtol=1e-5, atol=0.0)
+
+
 def test_tied_layers_need_no_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = tied_layers()
     ids = uses[0][1][0]
