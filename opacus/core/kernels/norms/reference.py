@@ -56,6 +56,12 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`sum_of_squares` of many tensors ``[B, ...]``, in few launches."""
+    if tensors and all([t.is_cuda for t in tensors]) and triton_is_installed():
+        from opacus.core.kernels.norms import squares_triton
+
+        found = squares_triton.squares_of(tensors)
+        if found is not None:
+            return found
     few = all(t.is_cuda and 0 < t.shape[0] <= FEW_SAMPLES for t in tensors)
     if not few or any(t.dtype == torch.float64 for t in tensors):
         return _squares(tensors)
