@@ -26,6 +26,7 @@ from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
+from opacus.core.record.own_weights import tokens_suffice
 from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
@@ -141,6 +142,8 @@ class Taps:
         use.register(output.shape, counted=not self.in_backward)
         if isinstance(loss, HeadUse):
             return loss.tap(use, output)
+        if tokens_suffice(x, output):
+            one.long.add(spec.name)
         return tap_one(ANCHOR, use, output, x)
 
     def _tap_many(self, layer: Layer, spec: LayerSpec, args: Any, kwargs: Any, output: Any) -> Any:
