@@ -193,7 +193,7 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
-        self._measure_held()
+        self.measure_held()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
@@ -240,14 +240,14 @@ class NormLedger:
         if now:
             Together(self).measure(now)
         if len(self._unmeasured) >= MEASURED_TOGETHER:
-            self._measure_held()
+            self.measure_held()
         visit = planner.leaving() if limited else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self.norms.add(owner, norm_sq)
 
-    def _measure_held(self) -> None:
-        """Norms of the layers that have waited though they are held for the sum."""
+    def measure_held(self) -> None:
+        """Norms of the layers that wait though they are held for the sum; no more come."""
         held, self._unmeasured = self._unmeasured, []
         if held:
             self.norms.measure(held)
