@@ -193,13 +193,13 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
-        self._measure_held()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
                 if record.spec.name in self.kept.layers:
                     self.kept.form(record)
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
+        self._measure_held()  # also of those that the queue has let go now
         left = [owner for owner in self.kept.formed if owner not in self.norms.by_owner]
         for owner, norm_sq in self.kept.squares(left).items():
             self.norms.add(owner, norm_sq)
