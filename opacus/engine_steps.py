@@ -122,7 +122,7 @@ class EngineSteps(EngineCheckpoints):
         if settings.choice is not None:
             model.auto_choice = settings.choice
         if settings.privacy_unit is not None:
-            model.privacy_unit = settings.privacy_unit
+            model.name_units_by(settings.privacy_unit)
         return model
 
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:
@@ -187,9 +187,8 @@ class EngineSteps(EngineCheckpoints):
         sampling = sampling_of(settings, loader)
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
-        if settings.poisson_sampling:
-            optimizer.follow_draws(loader.batch_sampler.draws)
-            model.draws = loader.batch_sampler.draws
+        draws = loader.batch_sampler.draws if settings.poisson_sampling else None
+        optimizer.follow(draws, getattr(model, "names", None))
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:
         # One home of C, sigma and reduction for clipping and noise.
