@@ -280,7 +280,7 @@ class PrivacyEngine(EngineSteps):
     def is_compatible(
         self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any
     ) -> bool:
-        """Whether :meth:`validate` finds nothing wrong with ``module``; others are not looked at."""
+        """Whether :meth:`validate` finds nothing wrong with ``module``, the only one looked at."""
         return ModuleValidator.is_valid(module)
 
     @classmethod
