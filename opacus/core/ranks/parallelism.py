@@ -196,11 +196,8 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-class DataParallel(Single):
-    """Replicas of the model with different samples (DDP).
-
-    Each adds the same noise to the sum over ranks, so what is released is rounded after that sum.
-    """
+class _OwnSamples(Single):
+    """Each rank has samples of its own; the first draws the noise of what ranks add up."""
 
     shares_key = True
 
@@ -211,6 +208,13 @@ class DataParallel(Single):
 
     def draws_shared_noise(self) -> bool:
         return self.rank == 0
+
+
+class DataParallel(_OwnSamples):
+    """Replicas of the model with different samples (DDP).
+
+    Each adds the same noise to the sum over ranks, so what is released is rounded after that sum.
+    """
 
     @timed(REDUCTION)
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -222,25 +226,15 @@ class DataParallel(Single):
             dist.all_reduce(own, op=dist.ReduceOp.SUM)
 
 
-class Sharded(Single):
+class Sharded(_OwnSamples):
     """Parameters sharded by FSDP2, different samples on each rank.
 
     A shard's noise is that of its elements' numbers in the whole parameter: nothing is drawn
     twice, and replicas of a shard (HSDP) draw the same.
     """
 
-    shares_key = True
-
-    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
-        super().__init__(generator, secure_mode)
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-
     def check(self, sums: Iterable[Tensor]) -> None:
         check_gradients_sharded(sums)
-
-    def draws_shared_noise(self) -> bool:
-        return self.rank == 0
 
 
 class TensorParallel(Single):
