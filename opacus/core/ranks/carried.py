@@ -55,12 +55,14 @@ class _CarriedLayer(NamedTuple):
         hooks: Of the layer.
         form: What its carriers get.
         likes: One tensor without memory for each of them.
+        dims: Of its output.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
     """
 
     hooks: LayerHooks
     form: CarriedForm
     likes: list[Tensor]
+    dims: int
     choice: Choice | None
 
 
@@ -208,7 +210,7 @@ class Carried:
         start = 0
         for layer in carrying.layers:
             stop = start + len(layer.likes)
-            layer.hooks.carriers = Carriers(layer.form, carriers[start:stop])  # type: ignore[index]
+            layer.hooks.carriers = Carriers(layer.form, carriers[start:stop], layer.dims)  # type: ignore[index]
             start = stop
             if layer.choice is not None:
                 self.choices[layer.choice.layer] = layer.choice
@@ -258,7 +260,8 @@ def _carried(
     if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
         return None
     likes = [_without_memory(row) for row in rows if row is not None]
-    return _CarriedLayer(hooks, form, likes, choice)
+    (dims,) = [dims for own, dims in seen.kinds if own == name]
+    return _CarriedLayer(hooks, form, likes, dims, choice)
 
 
 # Where what a layer carries goes: to its record, or to gradients of these names.

@@ -79,6 +79,7 @@ class ForwardPass:
         made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
         named: Its units, if the user names them.
         moved: Layers whose rows are not the units in their order.
+        kinds: Layers that ran, with the number of dimensions of what they gave.
     """
 
     generation: Generation
@@ -89,6 +90,7 @@ class ForwardPass:
     made_up: bool = False
     named: NamedUnits | None = None
     moved: set[str] = field(default_factory=set)
+    kinds: set[tuple[str, int]] = field(default_factory=set)
 
 
 class Passes:
