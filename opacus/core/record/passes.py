@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import batch_of, possible_batches
 
@@ -51,7 +53,7 @@ class Generation:
             How many calls have been reached.
 
         Raises:
-            ValueError: They are of different batches.
+            ValueError: They are of different batches, or of units with different names.
         """
         self.reached.add(forward_pass)
         sizes = sorted({call.batch for call in self.reached if call.batch is not None})
@@ -61,6 +63,12 @@ class Generation:
                 "samples: row i of each was to be the same sample, so what belongs to one sample "
                 "is unknown. Call the model once on all samples, or backward() and step() for "
                 "each batch"
+            )
+        first, *others = [c.named.names for c in self.reached if c.named is not None] or [None]
+        if any(not torch.equal(names, first) for names in others):
+            raise ValueError(
+                "one backward pass reaches forward passes on rows of different units, of which "
+                "each was to be in all of them: backward() and step() for each batch"
             )
         return len(self.reached)
 
