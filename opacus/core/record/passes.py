@@ -64,8 +64,8 @@ class Generation:
                 "is unknown. Call the model once on all samples, or backward() and step() for "
                 "each batch"
             )
-        first, *others = [c.named.names for c in self.reached if c.named is not None] or [None]
-        if any(not torch.equal(names, first) for names in others):
+        names = [call.named.names for call in self.reached if call.named is not None]
+        if any(not torch.equal(own, names[0]) for own in names):
             raise ValueError(
                 "one backward pass reaches forward passes on rows of different units, of which "
                 "each was to be in all of them: backward() and step() for each batch"
