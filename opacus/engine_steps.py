@@ -24,6 +24,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.engine_checkpoints import EngineCheckpoints
 from opacus.engine_checks import (
     check_arguments,
+    check_module,
     check_noise_source,
     check_parallelism,
     check_privacy_unit,
@@ -80,6 +81,7 @@ class EngineSteps(EngineCheckpoints):
         Raises:
             ValueError: An argument is refused; with a sharded model on all ranks.
         """
+        check_module(asked.module)
         with on_all_ranks(asked.module, asked.grad_sample_mode, **asked.facts()) as agreed:
             choice = choose(asked)
             if choice is not None:

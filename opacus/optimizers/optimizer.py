@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.isolation.check import Isolation, IsolationError
+from opacus.core.isolation.check import Isolation
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.privacy.clipping import Clipped, clip_flat
@@ -272,12 +272,12 @@ class DPOptimizer(
                     setattr(parameter, name, None)
 
     def check_isolation(self) -> None:
-        """Let the isolation check look at the batch; what it refuses leaves nothing behind."""
+        """Let the isolation check look at the batch; after an error nothing is left."""
         if self.isolation is None:
             return
         try:
             self.isolation.check()
-        except IsolationError:
+        except BaseException:
             self.reset_accumulation()
             self.zero_grad(set_to_none=True)
             raise

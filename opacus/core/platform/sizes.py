@@ -10,6 +10,11 @@ CHUNK_ELEMENTS = 1 << 26
 # Elements of logits, and of units' gradients, that a head without logits forms at once.
 PART_ELEMENTS = 1 << 26
 
+# Layers whose weight is at most so wide one way run with a weight for each sample, if a sample has
+# at least so many tokens: a product for each takes no longer than one of all.
+OWN_WEIGHT_WIDTH = 256
+OWN_WEIGHT_TOKENS = 64
+
 # --- norms ---
 
 # Records of at most this many elements are stacked and handled in one batched
@@ -17,6 +22,8 @@ PART_ELEMENTS = 1 << 26
 GROUP_ELEMENTS = 1 << 20
 # Most elements that are stacked for one such call.
 STACK_ELEMENTS = 1 << 24
+# Layers that are held for the sum are measured when so many wait.
+MEASURED_TOGETHER = 16
 # Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
 # if they are at most this share of the layer's activations and backprops.
 FORMED_ELEMENTS = 1 << 18

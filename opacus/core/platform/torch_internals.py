@@ -262,6 +262,34 @@ def put_back(taken: TakenOff) -> None:
         hooks.move_to_end(number, last=False)
 
 
+def hooks_every_module() -> bool:
+    """Whether there are hooks on all modules; also where this version of torch does not say."""
+    asked: Any = getattr(nn.modules.module, "_has_any_global_hook", None)
+    return asked is None or bool(asked())
+
+
+def call_instead(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let ``function`` stand for the call of a module, its hooks included.
+
+    As ``Module.compile`` does; copies and pickles of the module are without it.
+    """
+    module.__dict__["_compiled_call_impl"] = function
+
+
+def calls_itself(module: nn.Module) -> None:
+    """After :func:`call_instead`: the module is called as ever."""
+    module.__dict__.pop("_compiled_call_impl", None)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether what graphs save goes through hooks: to be computed again by a checkpoint, say.
+
+    Also where this version of torch does not say.
+    """
+    asked: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return asked is None or asked(True) is not None
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is running has ended."""
     engine: Any = torch.autograd.Variable._execution_engine

@@ -14,6 +14,9 @@ Note [Carriers]
     the memory of what it gives to carriers alone, so that nothing is copied. Those of two uses must
     not be added: a second use is tapped as ever.
 
+    In eager code the carrier of a plain layer with a small weight is the weight itself, see Note
+    [A weight for each sample] in :mod:`opacus.core.record.own_weights`.
+
     Which layers these are was learnt from a step with records, of inputs with the same shapes and
     at least as many samples (more may need more memory than was there): those whose rows are the
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
@@ -34,13 +37,21 @@ from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
-from opacus.core.record.carriers import BOTH, Carriers
+from opacus.core.record.carriers import BOTH, Carriers, twice_differentiated
 from opacus.core.record.hooks import LayerHooks
+from opacus.core.record.own_weights import (
+    can_own,
+    disown,
+    own_it,
+    units_may_own,
+    views_to_own,
+)
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
+from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -57,6 +68,8 @@ class _CarriedLayer(NamedTuple):
         likes: One tensor without memory for each of them.
         dims: Of its output.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
+        owners: Names in the model of the parameters whose gradients the carriers get.
+        owns: The layer, if each sample may have a weight of its own.
     """
 
     hooks: LayerHooks
@@ -64,6 +77,8 @@ class _CarriedLayer(NamedTuple):
     likes: list[Tensor]
     dims: int
     choice: Choice | None
+    owners: tuple[str, ...]
+    owns: nn.Module | None
 
 
 class _Carrying(NamedTuple):
@@ -71,13 +86,15 @@ class _Carrying(NamedTuple):
 
     Attributes:
         layers: Of the unit.
-        likes: Of all of them.
         names: Of the layers.
+        choices: Of those whose gradients are stored, by layer.
+        device: Where they are.
     """
 
     layers: list[_CarriedLayer]
-    likes: list[Tensor]
     names: frozenset[str]
+    choices: dict[str, Choice]
+    device: torch.device
 
 
 Known = dict[nn.Module, _Carrying]
@@ -183,9 +200,13 @@ class Carried:
             maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
             own = [layer for layer in maybe if layer is not None]
             if own:
-                likes = [like for layer in own for like in layer.likes]
                 names = frozenset(layer.hooks.layer.spec.name for layer in own)
-                found[unit] = _Carrying(own, likes, names)
+                found[unit] = _Carrying(
+                    own,
+                    names,
+                    {c.layer: c for layer in own if (c := layer.choice) is not None},
+                    own[0].likes[0].device,
+                )
         self._known[key] = seen.batch or 0, found
 
     def forget(self) -> None:
@@ -203,17 +224,27 @@ class Carried:
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        one = self._use.forward_pass
-        targets = [_target(layer, one) for layer in carrying.layers]
-        likes = [_with_rows(like, one.batch) for like in carrying.likes]
-        carriers = _Carriers.apply(ANCHOR, self._use, targets, likes)
-        start = 0
+        one, may_own = self._use.forward_pass, units_may_own(carrying.device)
+        targets: list[Target] = []
+        likes: list[Tensor] = []
         for layer in carrying.layers:
-            stop = start + len(layer.likes)
-            layer.hooks.carriers = Carriers(layer.form, carriers[start:stop], layer.dims)  # type: ignore[index]
-            start = stop
-            if layer.choice is not None:
-                self.choices[layer.choice.layer] = layer.choice
+            views = views_to_own(layer.owns, one.batch) if may_own and layer.owns else None
+            targets.append(_target(layer, one, owns=views is not None))
+            if views is not None:
+                likes.append(views)
+            else:
+                likes += [_with_rows(like, one.batch) for like in layer.likes]
+        first = carrying.layers[0].hooks.layer.spec
+        carriers = _Carriers.apply(ANCHOR, self._use, targets, likes, first)
+        assert carriers is not None
+        rest = iter(carriers)
+        for layer, target in zip(carrying.layers, targets, strict=True):
+            if isinstance(target, str) and layer.owns is not None:
+                own_it(layer.owns, next(rest))
+            else:
+                own = tuple([next(rest) for _ in layer.likes])
+                layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
+        self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
         self._entered.append((unit, carrying))
 
@@ -226,6 +257,8 @@ class Carried:
         _, carrying = self._entered.pop()
         for layer in carrying.layers:
             layer.hooks.carriers = None
+            if layer.owns is not None:
+                disown(layer.owns)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -261,19 +294,22 @@ def _carried(
         return None
     likes = [_without_memory(row) for row in rows if row is not None]
     (dims,) = [dims for own, dims in seen.kinds if own == name]
-    return _CarriedLayer(hooks, form, likes, dims, choice)
+    owners = tuple([layer.owners[local] for local in layer.spec.params])
+    owns = choice is not None and name in seen.long and can_own(layer)
+    return _CarriedLayer(hooks, form, likes, dims, choice, owners, layer.module if owns else None)
 
 
-# Where what a layer carries goes: to its record, or to gradients of these names.
-Target = Use | tuple[str, ...]
+# Where what a layer carries goes: to its record, or to gradients of these names; of one name, that
+# of a weight which each sample has for itself.
+Target = Use | tuple[str, ...] | str
 
 
-def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Target:
+def _target(carried: _CarriedLayer, forward_pass: ForwardPass, *, owns: bool) -> Target:
     """That of a layer that is about to run, whose use is noted."""
     layer, uses = carried.hooks.layer, forward_pass.generation.uses
     if carried.choice is not None:
         uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
-        return tuple([layer.owners[local] for local in layer.spec.params])
+        return carried.owners[0] if owns else carried.owners
     use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
     use.register(_with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
     return use
@@ -294,21 +330,33 @@ class _Carriers(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, use: UseOfUnits, targets: list[Target], likes: list[Tensor]
+        ctx: Any,
+        anchor: Tensor,
+        use: UseOfUnits,
+        targets: list[Target],
+        likes: list[Tensor],
+        spec: LayerSpec,
     ) -> tuple[Tensor, ...]:
-        ctx.carried, ctx.targets = use, targets
+        ctx.carried, ctx.targets, ctx.spec = use, targets, spec
         ctx.set_materialize_grads(False)
         return tuple([like.detach() for like in likes])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        formed, rest = {}, iter(grads)
+        if torch.is_grad_enabled():
+            raise twice_differentiated(ctx.spec)
+        formed: dict[str, Tensor] = {}
+        rest = iter(grads)
         for target in ctx.targets:
-            if isinstance(target, Use):
+            if isinstance(target, str):
+                grad = next(rest)
+                if grad is not None:
+                    formed[target] = grad.mT.contiguous()  # of the view [d, p]
+            elif isinstance(target, Use):
                 x, grad = next(rest), next(rest)
                 if x is not None and grad is not None:  # what took no part has none
                     target.sink.deliver(target, (x,), (grad,))
             else:
                 formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
         ctx.carried.deliver(formed)
-        return None, None, None, None
+        return None, None, None, None, None

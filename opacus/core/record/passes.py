@@ -88,6 +88,7 @@ class ForwardPass:
         named: Its units, if the user names them.
         moved: Layers whose rows are not the units in their order.
         kinds: Layers that ran, with the number of dimensions of what they gave.
+        long: Layers that ran in eager code on many tokens of each sample.
     """
 
     generation: Generation
@@ -99,6 +100,7 @@ class ForwardPass:
     named: NamedUnits | None = None
     moved: set[str] = field(default_factory=set)
     kinds: set[tuple[str, int]] = field(default_factory=set)
+    long: set[str] = field(default_factory=set)
 
 
 class Passes:

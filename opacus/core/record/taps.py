@@ -26,6 +26,7 @@ from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
+from opacus.core.record.own_weights import tokens_suffice
 from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
@@ -49,6 +50,8 @@ class Taps:
     Attributes:
         enabled: Whether layers are tapped at all.
         in_backward: Whether a backward pass of ours runs: layers in it are computed again.
+        ours: Whether one runs, or the model's forward. One name for both, which is what a compiled
+            graph reads: a checkpoint runs it again without another being made.
         bare: Whether layers run without taps now, on a lone sample.
         lone: Runs the model so, if that is possible.
         carried: Lets autograd carry per-sample gradients past the records, if that is possible.
@@ -70,7 +73,7 @@ class Taps:
         self.sink = sink
         self.batch_first = batch_first
         self.enabled = True
-        self.in_backward = self.bare = self.probed = False
+        self.in_backward = self.ours = self.bare = self.probed = False
         self.losses: int | None = None
         self.lone: LoneSample | None = None
         self.carried: Carries | None = None
@@ -99,7 +102,7 @@ class Taps:
         """Whether the layer is tapped if it runs now."""
         if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
             return False
-        if self.lone is None or self.in_backward or self.passes.current is not None:
+        if self.lone is None or self.ours:
             return True
         # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
         waiting = self.passes.generation.waiting
@@ -139,6 +142,8 @@ class Taps:
         use.register(output.shape, counted=not self.in_backward)
         if isinstance(loss, HeadUse):
             return loss.tap(use, output)
+        if tokens_suffice(x, output):
+            one.long.add(spec.name)
         return tap_one(ANCHOR, use, output, x)
 
     def _tap_many(self, layer: Layer, spec: LayerSpec, args: Any, kwargs: Any, output: Any) -> Any:

@@ -20,6 +20,7 @@ from opacus.core.record.passes import Generation
 from opacus.core.record.record import Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
+from opacus.core.rules.linear import LinearRule
 
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
@@ -282,8 +283,18 @@ def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_large_records_are_not_stacked(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "GROUP_ELEMENTS", 5 * 7 * (6 + 6) - 1)
-    finish(NormLedger(5, deferred=True), records_of(small_layers()))
-    assert calls == [("LinearRule", 5)] * 4 + [("EmbeddingRule", 5)]  # the others are formed
+    together: list[list[int]] = []
+    original = LinearRule.norm_sq_of_several
+
+    def several(self: LinearRule, uses: Sequence[Any]) -> list[dict[str, Tensor]]:
+        together.append([len(backprops) for _, _, backprops in uses])
+        return original(self, uses)
+
+    monkeypatch.setattr(LinearRule, "norm_sq_of_several", several)
+    uses = small_layers()
+    assert_norms(finish(NormLedger(5, deferred=True), records_of(uses)), expected(uses, 5))
+    assert together == [[5, 5, 5]]
+    assert calls == [("LinearRule", 5), ("EmbeddingRule", 5)]  # the others are formed
 
 
 DIFFERENT = {

@@ -1,0 +1,89 @@
+"""Plain linear layers, such as adapters, that run with a weight of its own for each sample.
+
+Note [A weight for each sample]
+    A layer with a small weight costs its hooks, its tap and the tap's backward in Python, not
+    arithmetic. Where its per-sample gradients are carried in any case (see Note [Carriers] in
+    :mod:`opacus.core.ranks.carried`), the carrier can be the weight itself: one view of it for each
+    sample, ``[B, d, p]``, without memory of its own. ``y_i = x_i W_i`` is what the layer gives, and
+    the gradient that autograd forms for ``W_i`` is sample i's. So the layer's call is one batched
+    product while its unit runs. There is no hook, no tap, and no Python in the backward pass.
+
+    What the layer is called with otherwise (other rows, another type), it runs as ever, with its
+    hooks: it is tapped, and has a record.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS, OWN_WEIGHT_WIDTH
+from opacus.core.platform.torch_internals import (
+    call_instead,
+    calls_itself,
+    hooks_every_module,
+    packs_saved_tensors,
+)
+from opacus.core.record.layers import Layer
+
+
+def tokens_suffice(x: Tensor, output: Tensor) -> bool:
+    """Whether a product of each sample's rows takes no longer than one of all rows."""
+    return x.dim() == output.dim() == 3 and x.shape[1] >= OWN_WEIGHT_TOKENS
+
+
+def can_own(layer: Layer) -> bool:
+    """Whether a layer is a plain linear one whose weight is low, and all that it trains."""
+    module, rule = layer.module, layer.rule
+    if type(module) is not nn.Linear or layer.spec.params != ("weight",) or rule.needs_parameters:
+        return False
+    return module.bias is None and min(module.weight.shape) <= OWN_WEIGHT_WIDTH
+
+
+def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
+    """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now."""
+    own = module.__dict__
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    alone = (
+        len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not ("forward" in own or "_compiled_call_impl" in own)
+    )
+    if weight is None or bias is not None or batch is None or not (alone and module.training):
+        return None
+    if not (weight.requires_grad and weight.is_leaf):
+        return None
+    return weight.detach().t().expand(batch, -1, -1)
+
+
+def units_may_own(device: torch.device) -> bool:
+    """Whether layers may be called so now: nobody watches all modules, nothing casts weights.
+
+    A checkpoint would save other tensors as it runs a layer again, which has its hooks then.
+    """
+    casts = torch.is_autocast_enabled(device.type)
+    return not (casts or hooks_every_module() or packs_saved_tensors())
+
+
+def own_it(module: nn.Module, weights: Tensor) -> None:
+    """From now on the layer runs with these ``[B, d, p]``; see :func:`disown`."""
+    call_instead(module, functools.partial(_run, weights, module))
+
+
+def disown(module: nn.Module) -> None:
+    """The layer runs as ever."""
+    calls_itself(module)
+
+
+def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if type(x) is Tensor and x.dtype is weights.dtype and not packs_saved_tensors():
+        dims = x.dim()
+        if dims == 3 and x.shape[0] == weights.shape[0]:
+            return torch.bmm(x, weights)
+        if dims > 3 and x.shape[0] == weights.shape[0]:
+            return torch.bmm(x.flatten(1, -2), weights).unflatten(1, x.shape[1:-1])
+    return module._call_impl(*args, **kwargs)  # with its hooks
