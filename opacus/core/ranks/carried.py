@@ -71,6 +71,7 @@ class _CarriedLayer(NamedTuple):
         hooks: Of the layer.
         form: What its carriers get.
         likes: One tensor without memory for each of them.
+        dims: Of its output.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
         owners: Names in the model of the parameters whose gradients the carriers get.
         owns: The layer, if each sample may have a weight of its own.
@@ -79,6 +80,7 @@ class _CarriedLayer(NamedTuple):
     hooks: LayerHooks
     form: CarriedForm
     likes: list[Tensor]
+    dims: int
     choice: Choice | None
     owners: tuple[str, ...]
     owns: nn.Module | None
@@ -253,7 +255,7 @@ class Carried:
                 own_it(layer.owns, next(rest))
             else:
                 own = tuple([next(rest) for _ in layer.likes])
-                layer.hooks.carriers = Carriers(layer.form, own)
+                layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
         if unit._compiled_call_impl is not None:
@@ -328,9 +330,10 @@ def _carried(
     if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
         return None
     likes = [_without_memory(row) for row in rows if row is not None]
+    (dims,) = [dims for own, dims in seen.kinds if own == name]
     owners = tuple([layer.owners[local] for local in layer.spec.params])
     owns = choice is not None and name in seen.long and can_own(layer)
-    return _CarriedLayer(hooks, form, likes, choice, owners, layer.module if owns else None)
+    return _CarriedLayer(hooks, form, likes, dims, choice, owners, layer.module if owns else None)
 
 
 # Where what a layer carries goes: to its record, or to gradients of these names; of one name, that
