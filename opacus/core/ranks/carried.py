@@ -280,7 +280,7 @@ class Carried:
         for layer in carrying.layers:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
             own = _Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
-            layer.hooks.carriers = Carriers(layer.form, own)  # type: ignore[arg-type]
+            layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
         self._entered.append((unit, carrying))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
