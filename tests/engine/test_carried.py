@@ -100,3 +100,11 @@ def test_other_rows_frozen_layers_and_failed_passes() -> None:
     with torch.no_grad():
         case.module(batch(ROWS, 5)[0])
     assert case.error(0, 1, 8) < 2e-5 and not case.records
+
+
+def test_a_layer_that_is_compiled_by_itself_later_stays_compiled() -> None:
+    case = learnt()
+    layer = next(m for m in case.model.modules() if isinstance(m, nn.Linear) and m.bias is None)
+    compiled = layer._compiled_call_impl = functools.partial(layer._call_impl)  # as compile() does
+    assert case.error(0, 1, STEPS) < 2e-5
+    assert layer._compiled_call_impl is compiled
