@@ -82,7 +82,7 @@ def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     if (
         type(x) is Tensor
-        and (x.dtype, x.dim(), len(x)) == (weights.dtype, 3, len(weights))  # as it was learnt
+        and (x.dtype, x.dim(), x.shape[:1]) == (weights.dtype, 3, weights.shape[:1])  # as learnt
         and not packs_saved_tensors()
     ):
         return torch.bmm(x, weights)
