@@ -21,10 +21,15 @@ Note [Carriers]
     at least as many samples (more may need more memory than was there): those whose rows are the
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
     tapped as ever.
+
+    A checkpoint around a compiled unit runs its graph again, which has carriers as inputs: the unit
+    then gets some that nothing comes back through. Autograd uses only what that graph saves.
+    Other layers that a checkpoint runs again have records.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -35,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import outside_graphs
+from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.carriers import BOTH, Carriers, twice_differentiated
 from opacus.core.record.hooks import LayerHooks
@@ -125,6 +130,8 @@ class Carried:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, tuple[int, Known]] = {}  # with the samples learnt from
         self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
+        self._again: set[nn.Module] = set()  # compiled units that a checkpoint has run again in it
+        self._passes: weakref.WeakKeyDictionary[ForwardPass, Known] = weakref.WeakKeyDictionary()
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
@@ -155,7 +162,7 @@ class Carried:
             rows_are_units: Whether that is known of all layers.
         """
         batch, limits = forward_pass.batch, self._limits
-        self.learning, self.choices = None, {}
+        self.learning, self.choices, self._again = None, {}, set()
         plain = batch is not None and batch > 1 and forward_pass.named is None
         if not plain or limits.limited or limits.again:
             return
@@ -166,6 +173,7 @@ class Carried:
             self.learning = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            self._passes[forward_pass] = known
             self.running = True
             for unit in known:
                 if not is_fsdp(unit):
@@ -198,7 +206,10 @@ class Carried:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
+            again = frozenset() if unit in self._again else seen.generation.recomputed
+            maybe = [
+                _carried(h, seen, kept, choices) for h in layers if h.layer.spec.name not in again
+            ]
             own = [layer for layer in maybe if layer is not None]
             if own:
                 names = frozenset(layer.hooks.layer.spec.name for layer in own)
@@ -224,6 +235,7 @@ class Carried:
         """The unit's parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
+            self._run_again(unit)
             return
         one, may_own = self._use.forward_pass, units_may_own(carrying.device)
         targets: list[Target] = []
@@ -248,7 +260,30 @@ class Carried:
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
+        if unit._compiled_call_impl is not None:
+            carrying.layers[0].hooks.recorder.reached.note(one)
         self._entered.append((unit, carrying, owners))
+
+    def _run_again(self, unit: nn.Module) -> None:
+        """If a checkpoint does so with a compiled unit, its graph finds carriers, as before."""
+        compiled = unit._compiled_call_impl is not None and torch.is_grad_enabled()
+        if not compiled or number_of_backward() < 0 or unit not in self._units:
+            return
+        if self.learning is not None:
+            self._again.add(unit)
+        hooks = self._units[unit][0]
+        carried = [
+            one for one in hooks.recorder.reached.passes if unit in self._passes.get(one, ())
+        ]
+        if not carried:
+            return
+        carrying = self._passes[carried[0]][unit]
+        one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
+        for layer in carrying.layers:
+            likes = [_with_rows(like, one.batch) for like in layer.likes]
+            own = _Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
+            layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
+        self._entered.append((unit, carrying, []))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed."""
@@ -266,6 +301,8 @@ class Carried:
         empty: dict[str, Any] = {
             "_known": {},
             "learning": None,
+            "_again": set(),
+            "_passes": weakref.WeakKeyDictionary(),
             "_now": {},
             "running": False,
             "_use": None,
@@ -279,7 +316,7 @@ def _carried(
 ) -> _CarriedLayer | None:
     """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
     layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
-    known = uses.uses.get(name) == 1 and name not in seen.moved | uses.recomputed
+    known = uses.uses.get(name) == 1 and name not in seen.moved
     ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
     form, choice = layer.rule.carried(layer.spec), choices.get(name)
     if form is None or choice is None or not (known and ours):
@@ -362,3 +399,21 @@ class _Carriers(torch.autograd.Function):
                 formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
         ctx.carried.deliver(formed)
         return None, None, None, None, None
+
+
+class _Unused(torch.autograd.Function):
+    """Carriers of a layer that a checkpoint runs again: those of the forward pass get gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, spec: LayerSpec, likes: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.spec = spec
+        return tuple([like.detach() for like in likes])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"a checkpoint has run {ctx.spec} again, and a gradient is taken through what that "
+            "gave: use checkpoint(..., use_reentrant=False). Nothing was added to the model"
+        )

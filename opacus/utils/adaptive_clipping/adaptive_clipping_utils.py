@@ -150,8 +150,13 @@ class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
 class PrivacyEngineAdaptiveClipping(PrivacyEngine):
     """:class:`opacus.PrivacyEngine` for adaptive clipping in ghost modes.
 
-    ``make_private`` takes ``target_unclipped_quantile``, ``min_clipbound``,
-    ``max_clipbound`` and ``clipbound_learning_rate`` in addition.
+    ``make_private`` takes ``target_unclipped_quantile`` (0.5), ``min_clipbound`` (1),
+    ``max_clipbound`` (1e8) and ``clipbound_learning_rate`` (0.2) in addition; ``max_grad_norm`` is
+    the first C. Epsilon covers the noisy counts: they share the noise multiplier's budget.
+
+    Args:
+        accountant: See :class:`opacus.PrivacyEngine`.
+        secure_mode: See :class:`opacus.PrivacyEngine`.
     """
 
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset(
