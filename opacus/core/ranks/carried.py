@@ -135,7 +135,8 @@ class Carried:
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
-        self._entered: list[tuple[nn.Module, _Carrying]] = []
+        # Units that run, with the layers of each that have weights of samples.
+        self._entered: list[tuple[nn.Module, _Carrying, list[nn.Module]]] = []
         self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -249,10 +250,11 @@ class Carried:
         first = carrying.layers[0].hooks.layer.spec
         carriers = _Carriers.apply(ANCHOR, self._use, targets, likes, first)
         assert carriers is not None
-        rest = iter(carriers)
+        rest, owners = iter(carriers), list[nn.Module]()
         for layer, target in zip(carrying.layers, targets, strict=True):
             if isinstance(target, str) and layer.owns is not None:
                 own_it(layer.owns, next(rest))
+                owners.append(layer.owns)
             else:
                 own = tuple([next(rest) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
@@ -260,7 +262,7 @@ class Carried:
         one.generation.waiting.add(self._use)
         if unit._compiled_call_impl is not None:
             carrying.layers[0].hooks.recorder.reached.note(one)
-        self._entered.append((unit, carrying))
+        self._entered.append((unit, carrying, owners))
 
     def _run_again(self, unit: nn.Module) -> None:
         """If a checkpoint does so with a compiled unit, its graph finds carriers, as before."""
@@ -281,7 +283,7 @@ class Carried:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
             own = _Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
             layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
-        self._entered.append((unit, carrying))
+        self._entered.append((unit, carrying, []))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed."""
@@ -289,11 +291,11 @@ class Carried:
             self._out()
 
     def _out(self) -> None:
-        _, carrying = self._entered.pop()
+        _, carrying, owners = self._entered.pop()
         for layer in carrying.layers:
             layer.hooks.carriers = None
-            if layer.owns is not None:
-                disown(layer.owns)
+        for module in owners:
+            disown(module)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {

@@ -80,10 +80,10 @@ def disown(module: nn.Module) -> None:
 
 def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
-    if type(x) is Tensor and x.dtype is weights.dtype and not packs_saved_tensors():
-        dims = x.dim()
-        if dims == 3 and x.shape[0] == weights.shape[0]:
-            return torch.bmm(x, weights)
-        if dims > 3 and x.shape[0] == weights.shape[0]:
-            return torch.bmm(x.flatten(1, -2), weights).unflatten(1, x.shape[1:-1])
+    if (
+        type(x) is Tensor
+        and (x.dtype, x.dim(), x.shape[:1]) == (weights.dtype, 3, weights.shape[:1])  # as learnt
+        and not packs_saved_tensors()
+    ):
+        return torch.bmm(x, weights)
     return module._call_impl(*args, **kwargs)  # with its hooks
