@@ -40,9 +40,10 @@ from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.carriers import BOTH, Carriers, twice_differentiated
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.own_weights import (
+    Owned,
     can_own,
-    disown,
-    own_it,
+    disown_weights,
+    own_weights,
     units_may_own,
     views_to_own,
 )
@@ -67,6 +68,7 @@ class _CarriedLayer(NamedTuple):
         form: What its carriers get.
         likes: One tensor without memory for each of them.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
+        name: Of the layer.
         owners: Names in the model of the parameters whose gradients the carriers get.
         owns: The layer, if each sample may have a weight of its own.
     """
@@ -75,6 +77,7 @@ class _CarriedLayer(NamedTuple):
     form: CarriedForm
     likes: list[Tensor]
     choice: Choice | None
+    name: str
     owners: tuple[str, ...]
     owns: nn.Module | None
 
@@ -126,7 +129,7 @@ class Carried:
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
-        self._entered: list[tuple[nn.Module, _Carrying]] = []
+        self._entered: list[tuple[nn.Module, _Carrying, Owned]] = []
         self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -198,7 +201,7 @@ class Carried:
             maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
             own = [layer for layer in maybe if layer is not None]
             if own:
-                names = frozenset(layer.hooks.layer.spec.name for layer in own)
+                names = frozenset(layer.name for layer in own)
                 found[unit] = _Carrying(
                     own,
                     names,
@@ -222,29 +225,21 @@ class Carried:
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             return
-        one, may_own = self._use.forward_pass, units_may_own(carrying.device)
-        targets: list[Target] = []
-        likes: list[Tensor] = []
-        for layer in carrying.layers:
-            views = views_to_own(layer.owns, one.batch) if may_own and layer.owns else None
-            targets.append(_target(layer, one, owns=views is not None))
-            if views is not None:
-                likes.append(views)
-            else:
-                likes += [_with_rows(like, one.batch) for like in layer.likes]
-        first = carrying.layers[0].hooks.layer.spec
-        carriers = _Carriers.apply(ANCHOR, self._use, targets, likes, first)
-        assert carriers is not None
-        rest = iter(carriers)
+        one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
+        with torch.no_grad():
+            targets, likes = _targets(carrying, one)
+        carriers = iter(_Carriers.apply(ANCHOR, self._use, targets, likes, first) or ())
+        owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
             if isinstance(target, str) and layer.owns is not None:
-                own_it(layer.owns, next(rest))
+                owned.append((layer.owns, next(carriers)))
             else:
-                own = tuple([next(rest) for _ in layer.likes])
+                own = tuple([next(carriers) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own)
+        own_weights(owned)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
-        self._entered.append((unit, carrying))
+        self._entered.append((unit, carrying, owned))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed."""
@@ -252,11 +247,11 @@ class Carried:
             self._out()
 
     def _out(self) -> None:
-        _, carrying = self._entered.pop()
-        for layer in carrying.layers:
-            layer.hooks.carriers = None
-            if layer.owns is not None:
-                disown(layer.owns)
+        _, carrying, owned = self._entered.pop()
+        disown_weights(owned)
+        if len(owned) < len(carrying.layers):
+            for layer in carrying.layers:
+                layer.hooks.carriers = None
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -293,7 +288,7 @@ def _carried(
     likes = [_without_memory(row) for row in rows if row is not None]
     owners = tuple([layer.owners[local] for local in layer.spec.params])
     owns = choice is not None and name in seen.long and can_own(layer)
-    return _CarriedLayer(hooks, form, likes, choice, owners, layer.module if owns else None)
+    return _CarriedLayer(hooks, form, likes, choice, name, owners, layer.module if owns else None)
 
 
 # Where what a layer carries goes: to its record, or to gradients of these names; of one name, that
@@ -301,12 +296,30 @@ def _carried(
 Target = Use | tuple[str, ...] | str
 
 
-def _target(carried: _CarriedLayer, forward_pass: ForwardPass, *, owns: bool) -> Target:
-    """That of a layer that is about to run, whose use is noted."""
-    layer, uses = carried.hooks.layer, forward_pass.generation.uses
-    if carried.choice is not None:
-        uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
-        return carried.owners[0] if owns else carried.owners
+def _targets(carrying: _Carrying, forward_pass: ForwardPass) -> tuple[list[Target], list[Tensor]]:
+    """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
+    batch, uses = forward_pass.batch, forward_pass.generation.uses
+    may_own = units_may_own(carrying.device)
+    targets: list[Target] = []
+    likes: list[Tensor] = []
+    for layer in carrying.layers:
+        views = None
+        if layer.choice is None:
+            targets.append(_target(layer, forward_pass))
+        else:
+            uses[layer.name] = uses.get(layer.name, 0) + 1
+            views = views_to_own(layer.owns, batch) if may_own and layer.owns is not None else None
+            targets.append(layer.owners if views is None else layer.owners[0])
+        if views is None:
+            likes += [_with_rows(like, batch) for like in layer.likes]
+        else:
+            likes.append(views)
+    return targets, likes
+
+
+def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Use:
+    """That of a layer whose record is kept: its use."""
+    layer = carried.hooks.layer
     use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
     use.register(_with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
     return use

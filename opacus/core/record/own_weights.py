@@ -23,11 +23,14 @@ from torch import Tensor, nn
 from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS, OWN_WEIGHT_WIDTH
 from opacus.core.platform.torch_internals import (
     call_instead,
-    calls_itself,
+    calls_themselves,
     hooks_every_module,
     packs_saved_tensors,
 )
 from opacus.core.record.layers import Layer
+
+# Layers, and the weights of each for all samples.
+Owned = list[tuple[nn.Module, Tensor]]
 
 
 def tokens_suffice(x: Tensor, output: Tensor) -> bool:
@@ -44,7 +47,10 @@ def can_own(layer: Layer) -> bool:
 
 
 def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
-    """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now."""
+    """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now.
+
+    It is called without gradient tracking.
+    """
     own = module.__dict__
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     alone = (
@@ -56,7 +62,7 @@ def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
         return None
     if not (weight.requires_grad and weight.is_leaf):
         return None
-    return weight.detach().t().expand(batch, -1, -1)
+    return weight.t().expand(batch, -1, -1)
 
 
 def units_may_own(device: torch.device) -> bool:
@@ -68,14 +74,15 @@ def units_may_own(device: torch.device) -> bool:
     return not (casts or hooks_every_module() or packs_saved_tensors())
 
 
-def own_it(module: nn.Module, weights: Tensor) -> None:
-    """From now on the layer runs with these ``[B, d, p]``; see :func:`disown`."""
-    call_instead(module, functools.partial(_run, weights, module))
+def own_weights(owned: Owned) -> None:
+    """From now on these layers run with their ``[B, d, p]``; see :func:`disown_weights`."""
+    for module, weights in owned:
+        call_instead(module, functools.partial(_run, weights, module))
 
 
-def disown(module: nn.Module) -> None:
-    """The layer runs as ever."""
-    calls_itself(module)
+def disown_weights(owned: Owned) -> None:
+    """The layers run as ever."""
+    calls_themselves([module for module, _ in owned])
 
 
 def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
