@@ -48,7 +48,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["opacus", "opacus.*"]),
-    package_data={"opacus": ["py.typed"], "memory_test.scale": ["rates.json"]},
+    package_data={"opacus": ["py.typed"]},
     install_requires=["torch>=2.11", "numpy>=1.26", "scipy>=1.11"],
     extras_require=EXTRAS,
 )

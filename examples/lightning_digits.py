@@ -36,7 +36,7 @@ except ImportError as error:
 
 from opacus.lightning import DPLightningDataModule
 
-# Lightning's own loop calls backward() on a tensor; the loss of the ghost modes is none.
+# Ghost modes work, too: `training_step` then uses their criterion (docs/lightning.md).
 MODES = ("hooks", "functorch")
 
 

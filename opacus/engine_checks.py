@@ -83,6 +83,11 @@ def check_public_numbers(
             "optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=...)); "
             "each batch must be drawn by Poisson sampling at that rate"
         )
+    if not hasattr(data_loader, "dataset"):
+        raise ValueError(
+            f"data_loader is a {type(data_loader).__name__}: give a torch.utils.data.DataLoader "
+            "over the private data set, such as DataLoader(dataset, batch_size=64)"
+        )
     given = sample_rate is not None and expected_batch_size is not None
     if not given and isinstance(getattr(data_loader, "dataset", None), IterableDataset):
         try:
@@ -109,7 +114,11 @@ def check_arguments(settings: Settings) -> None:
     """
     module, optimizer = settings.module, settings.optimizer
     clipping, max_grad_norm = settings.clipping, settings.max_grad_norm
-    mode_of(settings.grad_sample_mode)
+    if mode_of(settings.grad_sample_mode).needs_criterion and not callable(settings.criterion):
+        raise ValueError(
+            f"grad_sample_mode={settings.grad_sample_mode!r} needs the criterion, from which the "
+            f"loss must come: pass criterion=nn.CrossEntropyLoss(), say; got {settings.criterion!r}"
+        )
     get_optimizer_class(clipping, distributed=False, grad_sample_mode=settings.grad_sample_mode)
     PrivacyParams(
         noise_multiplier=settings.noise_multiplier,
@@ -174,6 +183,12 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    lazy = [n for n, p in module.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"parameters {lazy[:5]} of a lazy layer have no shape yet: run the module once on a "
+            "batch, then build the optimizer, then call make_private"
+        )
     refuse_hooks(module.named_parameters())
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("module has no trainable parameters: nothing would be trained")
@@ -210,6 +225,16 @@ def choose(settings: Settings) -> ChosenMode | None:
             "criterion=, or use grad_sample_mode='hooks', which works with any loss"
         )
     return chosen_for(settings.module, settings.clipping)
+
+
+def check_module(module: object) -> None:
+    """Check the argument that all other checks look into.
+
+    Raises:
+        ValueError: It is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
 
 
 @contextmanager
@@ -278,7 +303,13 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     Raises:
         ValueError: A generator in secure mode, or a grid that is not a power of two.
     """
-    if settings.noise_generator is not None and secure_mode:
+    generator = settings.noise_generator
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(
+            "noise_generator must be a torch.Generator, such as torch.Generator().manual_seed(0), "
+            f"got {generator!r}"
+        )
+    if generator is not None and secure_mode:
         raise ValueError(
             "noise_generator makes noise predictable, which secure mode rules out; leave it out"
         )

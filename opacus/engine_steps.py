@@ -24,6 +24,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.engine_checkpoints import EngineCheckpoints
 from opacus.engine_checks import (
     check_arguments,
+    check_module,
     check_noise_source,
     check_parallelism,
     check_privacy_unit,
@@ -80,6 +81,7 @@ class EngineSteps(EngineCheckpoints):
         Raises:
             ValueError: An argument is refused; with a sharded model on all ranks.
         """
+        check_module(asked.module)
         with on_all_ranks(asked.module, asked.grad_sample_mode, **asked.facts()) as agreed:
             choice = choose(asked)
             if choice is not None:
@@ -120,7 +122,7 @@ class EngineSteps(EngineCheckpoints):
         if settings.choice is not None:
             model.auto_choice = settings.choice
         if settings.privacy_unit is not None:
-            model.privacy_unit = settings.privacy_unit
+            model.name_units_by(settings.privacy_unit)
         return model
 
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:
@@ -185,9 +187,8 @@ class EngineSteps(EngineCheckpoints):
         sampling = sampling_of(settings, loader)
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
-        if settings.poisson_sampling:
-            optimizer.follow_draws(loader.batch_sampler.draws)
-            model.draws = loader.batch_sampler.draws
+        draws = loader.batch_sampler.draws if settings.poisson_sampling else None
+        optimizer.follow(draws, getattr(model, "names", None))
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:
         # One home of C, sigma and reduction for clipping and noise.

@@ -89,6 +89,14 @@ def check_delta(value: Any) -> float:
     return number
 
 
+def check_target(value: Any) -> float:
+    """Returns a budget's epsilon as a float, or raises unless it is finite and above 0."""
+    number = _as_number("target_epsilon", value)
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"target_epsilon must be finite and above 0, got {value!r}")
+    return number
+
+
 def make_entry(mechanism: Mechanism, steps: int) -> Entry:
     """Returns the history entry of `steps` steps of `mechanism`."""
     sigma, rate, sampling = mechanism

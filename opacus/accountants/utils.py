@@ -7,7 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants.history import check_delta, check_sample_rate, check_steps, make_entry
+from opacus.accountants.history import (
+    check_delta,
+    check_sample_rate,
+    check_steps,
+    check_target,
+    make_entry,
+)
 from opacus.accountants.registry import create_accountant
 from opacus.accountants.sampling import Sampling
 
@@ -59,12 +65,12 @@ def get_noise_multiplier(
         **kwargs: passed to the accountant's `get_epsilon`.
 
     Raises:
-        TypeError: if the accountant's `get_epsilon` does not know an argument of `kwargs`.
+        TypeError: if the accountant's `get_epsilon` does not know an argument of `kwargs`, or a
+            number is none.
         ValueError: if an argument is outside its range, or no noise multiplier up to 1e8 meets
             the budget.
     """
-    if not 0.0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be finite and above 0, got {target_epsilon!r}")
+    target_epsilon = check_target(target_epsilon)
     if not epsilon_tolerance > 0.0:
         raise ValueError(f"epsilon_tolerance must be above 0, got {epsilon_tolerance!r}")
     delta, rate = check_delta(target_delta), check_sample_rate(sample_rate)

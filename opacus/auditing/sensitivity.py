@@ -85,7 +85,8 @@ def leave_one_out(
 @contextmanager
 def _nothing_released(optimizer: Any) -> Iterator[None]:
     """Within the block steps only accumulate, and draws are not compared with batches."""
-    draws, optimizer._draws = optimizer._draws, None
+    draws, names = optimizer._draws, optimizer._units_of_step
+    optimizer._draws = optimizer._units_of_step = None
     once = getattr(optimizer, "reduce_once", False)
     optimizer.reduce_once = False  # so that a physical batch's sum is there to be read
     try:
@@ -95,7 +96,7 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
     finally:
         optimizer.reset_accumulation()
         optimizer.zero_grad()
-        optimizer._draws, optimizer.reduce_once = draws, once
+        optimizer._draws, optimizer._units_of_step, optimizer.reduce_once = draws, names, once
 
 
 def _ranks(optimizer: Any) -> int:

@@ -7,6 +7,7 @@ any number of ranks, and into a plain model.
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -69,8 +70,12 @@ def load_training_state(
     load_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """See :meth:`opacus.PrivacyEngine.load_checkpoint`."""
-    load_kwargs = {"map_location": "cpu", **(load_kwargs or {})}
-    checkpoint: dict[str, Any] = torch.load(path, **load_kwargs)
+    if optimizer is not None and not isinstance(optimizer, DPOptimizer):
+        raise ValueError(
+            "optimizer must be the one that make_private returned, got "
+            f"{type(optimizer).__name__}: leave it out to load the model alone"
+        )
+    checkpoint = _read(path, {"map_location": "cpu", **(load_kwargs or {})})
     inner = _inner(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
     if optimizer is not None:
@@ -229,6 +234,16 @@ def _close(a: Any, b: Any) -> bool:
 
 
 # --- files ---
+
+
+def _read(path: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return torch.load(path, **kwargs)  # type: ignore[no-any-return]
+    except (EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{_name(path)} cannot be read as a checkpoint: {type(error).__name__}: {error}. "
+            "Nothing was loaded"
+        ) from error
 
 
 def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_writer: bool) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.draws import Names
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
 from opacus.grad_sample._opacus_names import OpacusNames
@@ -22,10 +22,10 @@ class NamedByUser(OpacusNames):
         auto_choice: The choice of ``grad_sample_mode="auto"``, if that was requested.
         privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
             sample i.
-        draws: Of the sampler whose units they are, if it is ours.
+        names: Of the units of a step's batches, where the user names them for good.
     """
 
-    draws: Draws | None = None
+    names: Names | None = None
     auto_choice: ChosenMode | None = None
     privacy_unit: str | None = None
 
@@ -42,6 +42,16 @@ class NamedByUser(OpacusNames):
             )
         return str(self.auto_choice)
 
+    def name_units_by(self, privacy_unit: str) -> None:
+        """The model's argument of this name says whose each row is.
+
+        Of a unit that keeps its name all rows are clipped together, so they are in one batch.
+        """
+        self.privacy_unit = privacy_unit
+        if privacy_unit not in DOCUMENTS:
+            self.names = Names()
+            self.forbid_grad_accumulation()
+
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take the names of units from the model's arguments, if there are any."""
         key, recorder = self.privacy_unit, self._recorder
@@ -54,8 +64,8 @@ class NamedByUser(OpacusNames):
             named = named_units(key, names, tree_leaves((args, kwargs)))
             recorder.passes.name_units(named)
             self._check_unit_ranks(key, named.names)
-            if self.draws is not None and key not in DOCUMENTS:
-                self.draws.name(named.names)
+            if self.names is not None:
+                self.names.note(named.names)
         return args, kwargs
 
     def _check_unit_ranks(self, key: str, names: Tensor) -> None:

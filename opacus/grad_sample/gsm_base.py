@@ -167,6 +167,9 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         except AttributeError:
             if item == "_module" or "_modules" not in self.__dict__:
                 raise
+            own = getattr(type(self), item, None)
+            if isinstance(own, property):  # Python came here from its error, which says why
+                return own.__get__(self)
             module: Any = super().__getattr__("_module")
         if "." in item:
             return module.get_submodule(item)

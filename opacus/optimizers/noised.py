@@ -38,6 +38,8 @@ class NoisedSums:
     _clipped_with = 0.0  # largest C of the batches in this step
     _clipped_scaled_by: list[float] | None = None  # what their gradients were multiplied by
     _noise_std = 0.0  # of the step's own draws
+    _divided_by = 1.0  # what p.grad has been divided by as its noise was added
+    _listed: list[nn.Parameter] | None  # while a step runs
 
     def _note_clipping_norm(self) -> None:
         """C may change before the step (by a scheduler, say): the noise is for the largest."""
@@ -55,7 +57,8 @@ class NoisedSums:
     def add_noise(self) -> None:
         """Write ``p.summed_grad`` plus noise to ``p.grad``.
 
-        The noise is scaled with the largest C that a batch in the sum was clipped with.
+        The noise is scaled with the largest C that a batch in the sum was clipped with. In a step
+        the result is divided at once, and :meth:`scale_grad` finds that done.
 
         Raises:
             ValueError: The sum was used in an earlier step already.
@@ -74,7 +77,10 @@ class NoisedSums:
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
-            noised = self._parallelism.noised(std, sums, dtypes, self._overwrites_sums, names)
+            divisor = self._divisor() if self._divides_at_once() else 1.0
+            noised = self._parallelism.noised(
+                std, sums, dtypes, self._overwrites_sums, names, divisor
+            )
             used: list[Tensor] = []
             try:
                 for place, (parameter, grad) in enumerate(zip(parameters, noised, strict=True)):
@@ -87,9 +93,10 @@ class NoisedSums:
             if scales is not None:
                 torch._foreach_div_(locals_of([p.grad for p in parameters]), scales)
         self._forget_clipping_norm()
+        self._divided_by = divisor
 
     def _forget_clipping_norm(self) -> None:
-        self._clipped_with, self._clipped_scaled_by = 0.0, None
+        self._clipped_with, self._clipped_scaled_by, self._divided_by = 0.0, None, 1.0
 
     def name_parameters(self, module: nn.Module) -> None:
         """Let the noise go by the names that parameters have in ``module``.
@@ -121,15 +128,30 @@ class NoisedSums:
 
     def scale_grad(self) -> None:
         """Divide ``p.grad`` by the expected batch size, for ``loss_reduction="mean"``."""
-        divisor, privacy = 1.0, self._privacy
-        if privacy.loss_reduction == "mean":
-            assert privacy.expected_batch_size is not None
-            divisor = privacy.expected_batch_size * self.accumulated_iterations
-            divisor *= self._parallelism.world_size
+        divisor = self._divisor()
         if hasattr(self.original_optimizer, "noise_std"):
             std = self._noise_std * self._parallelism.noise_spread
             tell_noise(self.original_optimizer, std / divisor)
-        self._divide(divisor)
+        done, self._divided_by = self._divided_by, 1.0
+        self._divide(divisor / done)
+
+    def _divisor(self) -> float:
+        privacy = self._privacy
+        if privacy.loss_reduction != "mean":
+            return 1.0
+        assert privacy.expected_batch_size is not None
+        batches = self.accumulated_iterations * self._parallelism.world_size
+        return float(privacy.expected_batch_size * batches)
+
+    def _divides_at_once(self) -> bool:
+        """Whether noise and division are one pass over the gradients.
+
+        Not where somebody calls one by itself, nor for a subclass with either of its own, which is
+        to find the sum with its noise in between.
+        """
+        own = type(self)
+        plain = own.add_noise is NoisedSums.add_noise and own.scale_grad is NoisedSums.scale_grad
+        return plain and self._listed is not None
 
     def _divide(self, divisor: float | Tensor) -> None:
         grads = [parameter.grad for parameter in self.params]

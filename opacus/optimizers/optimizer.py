@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.core.isolation.check import Isolation, IsolationError
+from opacus.core.isolation.check import Isolation
 from opacus.core.kernels.norms.reference import sums_of_squares
 from opacus.core.platform.profiling import CLIP_AND_SUM, PROFILE, STEP, timed
 from opacus.core.privacy.clipping import Clipped, clip_flat
@@ -272,12 +272,12 @@ class DPOptimizer(
                     setattr(parameter, name, None)
 
     def check_isolation(self) -> None:
-        """Let the isolation check look at the batch; what it refuses leaves nothing behind."""
+        """Let the isolation check look at the batch; after an error nothing is left."""
         if self.isolation is None:
             return
         try:
             self.isolation.check()
-        except IsolationError:
+        except BaseException:
             self.reset_accumulation()
             self.zero_grad(set_to_none=True)
             raise
@@ -327,14 +327,12 @@ class DPOptimizer(
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
             self._forget_clipping_norm()
-            if self._draws is not None:
-                self._draws.forget()
+            self._forget_batch()
         self.original_optimizer.zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        if self._draws is not None:
-            self._draws.forget()
+        self._forget_batch()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
         self._forget_clipping_norm()

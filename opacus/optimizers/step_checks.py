@@ -10,7 +10,7 @@ import torch.distributed as dist
 from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
-from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.draws import Draws, Names
 from opacus.core.ranks.meeting import Meetings, ranks_holding
 from opacus.core.ranks.parallelism import Single
 
@@ -45,17 +45,25 @@ class CheckedOptimizer:
     _parallelism: Single
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
+    # Of units, where the user names them.
+    _units_of_step: Names | None = None
     _world_is_known = False
     # Of ranks that hold different samples: before a step each says whether it has what it drew.
     _meetings: Meetings | None = None
     _met = 0
 
-    def follow_draws(self, draws: Draws) -> None:
-        """Steps are counted as batches of the Poisson sampler that `draws` belongs to."""
-        self._draws = draws
+    def follow(self, draws: Draws | None, names: Names | None) -> None:
+        """Look at the batches of steps.
+
+        Args:
+            draws: Of the Poisson sampler as whose batches steps are counted.
+            names: Of the units in each batch.
+        """
+        self._draws, self._units_of_step = draws, names
         self._warned_of_no_draw = False
         self._met = 0
-        if self._parallelism.world_size > 1:
+        looks = not (draws is names is None)
+        if looks and self._parallelism.world_size > 1:
             self._meetings = Meetings(ranks_holding(self.params), "draws")
 
     def _samples(self) -> int:
@@ -68,8 +76,28 @@ class CheckedOptimizer:
         """Refuse a batch that is not one that was drawn, on all ranks alike.
 
         Raises:
-            RuntimeError: See :class:`~opacus.core.privacy.draws.Draws`.
+            RuntimeError: See :class:`~opacus.core.privacy.draws.Draws` and ``Names``.
         """
+        if self._draws is self._units_of_step is None:
+            return
+        final = not self._check_skip_next_step(pop_next=False)
+        error: RuntimeError | None = None
+        try:
+            self._look_at_batch(final)
+        except RuntimeError as caught:
+            error = caught
+        try:
+            self._agree_on_draws("" if error is None else str(error))
+        finally:
+            if error is not None:
+                raise error
+        correlation = self._parallelism.correlation
+        if final and correlation is not None and self._draws is not None:
+            correlation.take_part(self._draws.part, self._parallelism.key.step)
+
+    def _look_at_batch(self, final: bool) -> None:
+        if self._units_of_step is not None:
+            self._units_of_step.check(final)
         if self._draws is None:
             return
         if self._parallelism.correlation is not None and not self._draws.started:
@@ -84,19 +112,13 @@ class CheckedOptimizer:
                 "iterated. Privacy is counted for its Poisson sampling: batches from elsewhere "
                 "must be drawn in the same way, at the same rate."
             )
-        final = not self._check_skip_next_step(pop_next=False)
-        error: RuntimeError | None = None
-        try:
-            self._draws.check(self._samples(), final=final)
-        except RuntimeError as caught:
-            error = caught
-        try:
-            self._agree_on_draws("" if error is None else str(error))
-        finally:
-            if error is not None:
-                raise error
-        if final and self._parallelism.correlation is not None:
-            self._parallelism.correlation.take_part(self._draws.part, self._parallelism.key.step)
+        self._draws.check(self._samples(), final=final)
+
+    def _forget_batch(self) -> None:
+        """What the step has seen is dropped."""
+        for seen in (self._draws, self._units_of_step):
+            if seen is not None:
+                seen.forget()
 
     def _agree_on_draws(self, refusal: str) -> None:
         """Let no rank release what another one refuses, and then wait for it."""

@@ -20,7 +20,7 @@ class _NoiseScheduler(ValueScheduler):
     """Base of the schedulers that set ``optimizer.noise_multiplier``.
 
     The accountant records the noise multiplier of every step, so a schedule is accounted exactly
-    by the accountants "rdp" and "prv" ("gdp" refuses noise that changes).
+    by the accountants "pld", "prv" and "rdp" ("gdp" refuses noise that changes).
     """
 
     _attribute = "noise_multiplier"

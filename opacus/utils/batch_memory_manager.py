@@ -55,7 +55,10 @@ class BatchSplittingSampler(Sampler[list[int]]):
         self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer
     ) -> None:
         if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be a positive integer, got {max_batch_size}")
+            raise ValueError(
+                "max_batch_size (max_physical_batch_size of BatchMemoryManager) must be a positive "
+                f"integer, got {max_batch_size}"
+            )
         self.sampler = sampler
         self.max_batch_size = max_batch_size
         self.optimizer = optimizer

@@ -104,8 +104,8 @@ class DPTensorFastGradientClipping(Tensor):
         pending = self.optimizer.clipped_batches > 0
         if pending and not self.module.grad_accumulation_allowed:
             raise ValueError(
-                "Poisson sampling is not compatible with grad accumulation. Call "
-                "optimizer.step() and optimizer.zero_grad() after every backward pass (with "
+                "Poisson sampling is not compatible with grad accumulation, nor is privacy_unit. "
+                "Call optimizer.step() and optimizer.zero_grad() after every backward pass (with "
                 "accelerate or Trainer, set gradient_accumulation_steps=1), or use "
                 "BatchMemoryManager to simulate large batches. Several losses of the same "
                 "samples are added up before one backward()"

@@ -199,6 +199,7 @@ def test_all_corners_of_the_range(accountant: str, cases: list[Any]) -> None:
         ({"epochs": 0.001}, ValueError, "1 step"),
         ({"epochs": math.nan}, ValueError, "epochs"),
         ({"steps": 5, "target_epsilon": 0.0}, ValueError, "target_epsilon"),
+        ({"steps": 5, "target_epsilon": "2"}, TypeError, "target_epsilon must be a number"),
         ({"steps": 5, "target_delta": 1.0}, ValueError, "delta"),
         ({"steps": 5, "sample_rate": 0.0}, ValueError, "sample_rate"),
         ({"steps": 5, "sample_rate": 1.5}, ValueError, "sample_rate"),

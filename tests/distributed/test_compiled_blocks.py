@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "replicated": {"grad_sample_mode": "ghost_fsdp_bk", "data_layout": "replicated"},
     "empty ranks": {"grad_sample_mode": "ghost_fsdp_bk"},
     "checkpoints": {"grad_sample_mode": "ghost_fsdp_bk", "deferred_norm": True},
+    "blocks' own checkpoints": {"grad_sample_mode": "ghost_fsdp_bk"},
 }
 
 
@@ -39,11 +42,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, checkpoints: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.checkpoints = checkpoints
+        self.checkpoints = way == "checkpoints"
         self.stem = nn.Linear(5, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if "own" in way:
+            self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in self.blocks)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,9 +78,10 @@ def summed(rank: int, world_size: int, way: str, compiled: bool) -> tuple[list[T
     """What two steps release without noise, and the norms of all samples."""
     progress((way, compiled))
     torch._dynamo.reset()
+    counters.clear()
     options = dict(WAYS[way])
     torch.manual_seed(4)
-    net = Net("checkpoints" in way)
+    net = Net(way)
     for block in net.blocks if compiled else ():
         block.compile(backend="aot_eager")
     model = FSDP2Wrapper(net)
@@ -110,6 +116,8 @@ def compare(rank: int, world_size: int, ways: list[str]) -> None:
         eager, norms = summed(rank, world_size, way, False)
         compiled, again = summed(rank, world_size, way, True)
         assert (norms > CLIP * 1.01).any(), "nothing is clipped"
+        if "own" in way and len(range(B)[mine(rank, world_size, way)]) > 1:
+            assert counters["stats"]["unique_graphs"] == 1  # and none where it runs again
         torch.testing.assert_close(again, norms, rtol=1e-5, atol=1e-6)
         for value, other in zip(compiled, eager, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)

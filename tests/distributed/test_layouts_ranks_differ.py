@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -18,6 +17,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
 from tests.helpers.distributed import attempt, run_distributed
+from tests.helpers.sharded import full
 
 N, B, CLIP = 12, 6, 2.0
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", False)]
@@ -198,11 +198,7 @@ def _backward(module: Any, criterion: Any, rows: list[int]) -> None:
 
 
 def _grads(net: nn.Module) -> dict[str, Tensor]:
-    return {n: _full(p.grad).clone() for n, p in net.named_parameters()}
-
-
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {n: full(p.grad).clone() for n, p in net.named_parameters()}
 
 
 @functools.cache

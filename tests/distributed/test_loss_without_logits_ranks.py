@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
@@ -17,6 +16,7 @@ from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
 from tests.helpers import without_logits as one
 from tests.helpers.distributed import progress, run_distributed
+from tests.helpers.sharded import full
 
 B = one.B
 # mode, tied, loss inside of the model, deferred norms, what one pass keeps, rows of each rank,
@@ -29,10 +29,6 @@ CASES = [
     ("ghost_fsdp_bk", False, False, False, "keep", (1, 3), False),
     ("ghost_fsdp_bk", True, True, False, "keep", (3, 1), False),
 ]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def job(rank: int, world: int, clips: dict[bool, float]) -> list[dict[str, Tensor]]:

@@ -25,6 +25,7 @@ from opacus import PrivacyEngine
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
 from tests.helpers.distributed import attempt, run_distributed
+from tests.helpers.sharded import full
 
 B, T, STEPS = 6, 4, 2
 # Rows of the batch on each of the ranks that hold different samples.
@@ -358,10 +359,6 @@ def train(rank: int, layout: Layout, mode: str, deferred: bool, clip: float) -> 
         result.setdefault("grads", {n: full(p.grad).clone() for n, p in named})
     result["parameters"] = {n: full(p.detach()) for n, p in net.named_parameters()}
     return result
-
-
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache

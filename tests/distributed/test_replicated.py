@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -22,6 +21,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
 from tests.helpers.distributed import attempt, run_distributed
+from tests.helpers.sharded import full
 
 B, CLIP, STEPS = 6, 1.0, 2
 WAYS = [("ghost_fsdp", False), ("ghost_fsdp", True), ("ghost_fsdp_bk", True)]
@@ -129,7 +129,7 @@ def train(mode: str, deferred: bool, mesh: Any) -> dict[str, Any]:
             result.setdefault("each", module.stem.weight._norm_sample)
             optimizer.step()
             result.setdefault("grads", _grads(net))
-    result["parameters"] = {n: _full(p.detach()) for n, p in net.named_parameters()}
+    result["parameters"] = {n: full(p.detach()) for n, p in net.named_parameters()}
     return {**result, "worked": worked}
 
 
@@ -299,11 +299,7 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 def _grads(net: nn.Module) -> dict[str, Tensor]:
-    return {n: _full(p.grad).clone() for n, p in net.named_parameters()}
-
-
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {n: full(p.grad).clone() for n, p in net.named_parameters()}
 
 
 # --- what is right ---

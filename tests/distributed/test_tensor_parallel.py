@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +19,7 @@ from opacus import PrivacyEngine
 from tests.helpers.distributed import run_distributed
 from tests.helpers.modes import assert_close
 from tests.helpers.problems import clipped_sum
+from tests.helpers.sharded import full
 
 B = 6
 
@@ -62,12 +62,8 @@ def train(rank: int, world_size: int, clip: float, sigma: float) -> dict[str, An
         out[1].zero_grad()
         out[2](out[0](inputs), targets).backward()
         out[1].step()
-        grads.append([_full(p.grad).clone() for p in split.parameters()])
+        grads.append([full(p.grad).clone() for p in split.parameters()])
     return {"norms": out[0].per_sample_gradient_norms, "grads": grads}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_norms_and_gradients_equal_oracle_and_noise_agrees() -> None:

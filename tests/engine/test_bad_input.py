@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -21,7 +22,9 @@ from tests.helpers.refusals import arguments, assert_untouched
     [
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
         ({"noise_multiplier": float("nan")}, ValueError, "noise_multiplier"),
+        ({"noise_multiplier": None}, TypeError, "noise_multiplier must be a number"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number"),
         ({"max_grad_norm": [1.0, 2.0]}, ValueError, "max_grad_norm"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
         ({"grad_sample_mode": "gost"}, ValueError, "ghost_fsdp"),
@@ -36,6 +39,9 @@ from tests.helpers.refusals import arguments, assert_untouched
             for mode in ("hooks", "ghost", "ghost_bk")
         ),
         ({"posson_sampling": False}, TypeError, "posson_sampling"),
+        ({"criterion": None, "grad_sample_mode": "ghost_bk"}, ValueError, "needs the criterion"),
+        ({"noise_generator": 42}, ValueError, "must be a torch.Generator"),
+        ({"data_loader": TensorDataset(torch.zeros(8, 4))}, ValueError, "is a TensorDataset"),
         ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "process group"),
         (
             {"module": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))},
@@ -60,6 +66,23 @@ def test_no_trainable_parameters() -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameters"):
         PrivacyEngine().make_private(**arguments(module=model, optimizer=optimizer))
+
+
+def test_a_function_is_no_module() -> None:
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module, got a function"):
+        PrivacyEngine().make_private(**{**arguments(), "module": lambda x: x})
+
+
+def test_a_lazy_layer_has_to_run_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'0\.weight'.* run the module once"):
+        PrivacyEngine().make_private(**arguments(module=model))
+
+
+def test_norms_before_the_first_backward_say_what_is_missing() -> None:
+    model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost"))[0]
+    with pytest.raises(AttributeError, match=r"run the criterion's loss\.backward\(\) first"):
+        model.per_sample_gradient_norms  # noqa: B018
 
 
 def test_optimizer_of_another_model() -> None:

@@ -85,6 +85,17 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     run = private("hooks", model())
     with pytest.raises(ValueError, match="not a checkpoint"):
         run[0].load_checkpoint(path=tmp_path / "x.pt", module=run[1])
+    with pytest.raises(ValueError, match="the buffer cannot be read as a checkpoint"):
+        run[0].load_checkpoint(path=io.BytesIO(b"hello"), module=run[1])
+
+
+def test_a_plain_optimizer_is_refused() -> None:
+    run, buffer, plain = private("hooks", model()), io.BytesIO(), model()
+    run[0].save_checkpoint(path=buffer, module=run[1], optimizer=run[2])
+    buffer.seek(0)
+    other: Any = torch.optim.SGD(plain.parameters())
+    with pytest.raises(ValueError, match="must be the one that make_private returned, got SGD"):
+        PrivacyEngine(accountant="rdp").load_checkpoint(path=buffer, module=plain, optimizer=other)
 
 
 def save_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], bytes]:

@@ -121,7 +121,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # There the device itself decides on a replay that differs, and on norms to be mended.
     for module in (two_pass, one_pass):
         monkeypatch.setattr(module, "compared", lambda seen, advice: (seen.differs(), None)[1])
-    monkeypatch.setattr(reference, "_settle", lambda a, g, total: total[0].sum(1))
+    monkeypatch.setattr(reference, "_settle", lambda pairs, total: total[0].sum(2).unbind())
 
 
 @pytest.mark.parametrize(("mode", "deferred"), MODES)

@@ -118,6 +118,36 @@ def test_rows_of_nobody_add_nothing(mode: str) -> None:
     assert_right(got, clipped_sum(model, x, y, [torch.tensor([0, 2]), torch.tensor([3])]))
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_a_unit_is_in_one_physical_batch_of_a_step(mode: str) -> None:
+    """However batches are drawn: else each part is clipped by itself."""
+    x, y = inputs()
+    made = private(Net(flattened), mode, privacy_unit="users")
+    model, optimizer, criterion, _ = made
+
+    def part(rows: list[int], follows: bool) -> None:
+        optimizer.signal_skip_step(follows)
+        optimizer.zero_grad()
+        criterion(model(x[rows], users=USERS[rows]), y[rows]).backward()
+        optimizer.step()
+
+    part([0, 1], True)
+    with pytest.raises(RuntimeError, match=r"rows of the units \[7\]"):
+        part([2, 3], False)
+    with pytest.raises(RuntimeError, match=r"rows of the units \[7\]"):
+        optimizer.step()
+    optimizer.reset_accumulation()
+    optimizer.zero_grad()
+    part([0, 2], True)
+    part([1, 3, 4], False)
+    want = clipped_sum(Net(flattened), x, y, OF_USERS)
+    assert_right([p.grad for p in optimizer.params], want)
+    optimizer.zero_grad()
+    criterion(model(x[:2], users=USERS[:2]), y[:2]).backward()
+    with pytest.raises(ValueError, match="nor is privacy_unit"):
+        criterion(model(x[2:], users=USERS[2:]), y[2:]).backward()
+
+
 class Tokens(nn.Module):
     """A token at a time, as far as the units are concerned."""
 

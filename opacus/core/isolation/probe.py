@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
+from opacus.core.platform.memory import free_memory
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
@@ -119,6 +120,8 @@ class Probe:
     def _compare(self, runs: Runs) -> list[Difference]:
         try:
             together = self._tapped(runs, range(runs.count))
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the model
         except RUN_ERRORS as error:
             if runs.counts and not _is_ours(error):
                 raise IncomparableError(
@@ -152,7 +155,7 @@ class Probe:
 
     def _tapped(self, runs: Runs, places: Sequence[int]) -> Norms:
         """Norms by the taps."""
-        recorder, ledger = self._recorder, NormLedger(len(places), deferred=True)
+        recorder = self._recorder
         refusals: list[Exception] = []
 
         def sink(record: Record) -> None:
@@ -166,6 +169,9 @@ class Probe:
         with same_buffers(self._model), aside(recorder, sink):
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
+            # Uses of a layer wait for each other, as long as there is room.
+            most = _room(tensors[0].device)
+            ledger = NormLedger(len(places), deferred=True, budget_bytes=most)
             with recorder.backward():
                 torch.autograd.backward(tensors, grads)
             if refusals:
@@ -174,14 +180,15 @@ class Probe:
                 return _as_lists(ledger.finish())
 
     def _alone(self, runs: Runs, place: int) -> dict[str, float]:
-        try:
-            return self._one(runs, [place])
-        except RUN_ERRORS as error:
-            reason = _brief(error)
-        try:  # some models need more than one row (batch norm, for one): twice the same
-            return self._one(runs, [place, place])
-        except RUN_ERRORS:
-            raise IncomparableError(f"it cannot be run on one sample: {reason}") from None
+        reason = ""
+        for places in ([place], [place, place]):  # some need more than one row (batch norm)
+            try:
+                return self._one(runs, places)
+            except torch.OutOfMemoryError:
+                raise
+            except RUN_ERRORS as error:
+                reason = reason or _brief(error)
+        raise IncomparableError(f"it cannot be run on one sample: {reason}")
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
         if not self._plain:
@@ -230,6 +237,11 @@ class Probe:
                     return f"{_described(layer)}, parameter '{owner}'", owner
         name = next(iter(differing))
         return f"parameter '{name}'", name
+
+
+def _room(device: torch.device) -> int | None:
+    """Bytes of output gradients that may wait, and their layers' inputs with them."""
+    return free_memory(device) // 4 if device.type == "cuda" else None
 
 
 def _tolerance(model: nn.Module, also: Collection[torch.dtype]) -> float:

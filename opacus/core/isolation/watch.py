@@ -65,7 +65,7 @@ class Watch:
         """``output`` of the model, whose gradient will be noted."""
         leaves, tree = tree_flatten(output)
         for place, leaf in enumerate(leaves):
-            if _differentiable(leaf):
+            if _has_graph(leaf):
                 leaves[place] = _Gate.apply(self, place, leaf)
         return tree_unflatten(leaves, tree)
 
@@ -189,7 +189,7 @@ class WatchedRuns:
             output = self.model(*args, **kwargs)
         leaves = tree_leaves(output)
         if self.made_up:
-            used = [leaf for leaf in leaves if _differentiable(leaf) and leaf.requires_grad]
+            used = [leaf for leaf in leaves if _has_graph(leaf)]
             return used, [torch.ones_like(leaf) for leaf in used]
         tensors, grads = [], []
         for place, gradient in watch.scalars.items():
@@ -285,5 +285,5 @@ def _autocast_states() -> list[dict[str, Any]]:
     ]
 
 
-def _differentiable(value: Any) -> bool:
+def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad

@@ -1,4 +1,4 @@
-"""Groups of records that are handled together: uses of a layer, equal shapes, one input."""
+"""Groups of records that are handled together: uses of a layer, equal shapes."""
 
 from __future__ import annotations
 
@@ -42,18 +42,13 @@ def by_shape(records: Iterable[Record]) -> list[list[Record]]:
     return parts
 
 
-def by_input(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of layers of one kind in groups whose activations are the same memory."""
-    return _grouped(records, _input_key)
-
-
-def _input_key(record: Record) -> Hashable:
-    rule, activations = record.layer.rule, record.activations
-    if not rule.shares_input or not isinstance(activations, tuple):
-        return id(record)
-    # All records are alive, so that equal addresses are the same memory.
-    inputs = ((a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) for a in activations)
-    return (id(rule), record.batch, *inputs)
+def several_and_others(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Large records whose rules take several at once as they are; and the others."""
+    groups: tuple[list[Record], list[Record]] = ([], [])
+    for record in records:
+        large = record.elements > GROUP_ELEMENTS
+        groups[not (large and record.layer.rule.takes_several)].append(record)
+    return groups
 
 
 def _group_key(record: Record) -> Hashable:

@@ -12,8 +12,8 @@ from torch import Tensor
 from opacus.core.kernels.sums.float8 import Rounded
 from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
-from opacus.core.platform.profiling import PROFILE, layers
-from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE
+from opacus.core.platform.profiling import each_layer
+from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE, MEASURED_TOGETHER
 from opacus.core.record.blocks import Visit
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
@@ -61,6 +61,18 @@ class SquaredNorms:
         for name, value in norm_sq.items():
             self.add(record.layer.owners[name], value)
 
+    @each_layer
+    def measure(self, records: Sequence[Record]) -> None:
+        """Measure layers that stand alone, whose rules take several at once."""
+        rules: dict[int, list[Record]] = {}
+        for record in records:
+            rules.setdefault(id(record.layer.rule), []).append(record)
+        for own in rules.values():
+            uses = [(r.spec, r.activations, r.backprops) for r in own]
+            norms = own[0].layer.rule.norm_sq_of_several(uses)
+            for record, norm_sq in zip(own, norms, strict=True):
+                self.take(record, norm_sq)
+
     def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
         """Those of parameters of several layers or uses, by name in the model."""
         for owner, value in norm_sq.items():
@@ -80,9 +92,10 @@ class NormLedger:
 
     Immediate: the norm of a layer is computed as its record arrives, unless the
     layer is used more than once or shares a parameter; such records wait for each
-    other, since the norm of a sum needs all its terms. Deferred: every record
+    other, since the norm of a sum needs all its terms. Those that are held for the sum in
+    any case wait for a few more, with which they take fewer launches. Deferred: every record
     waits, and :meth:`finish` computes them all, small layers of equal shape in one
-    batched call. Both give the same numbers.
+    batched call. All give the same numbers.
 
     Args:
         batch: Number of samples B of the batch.
@@ -108,6 +121,7 @@ class NormLedger:
         self.norms = SquaredNorms(batch)
         self.kept = Kept()
         self._queue = Queue(budget_bytes)
+        self._unmeasured: list[Record] = []  # of what is held
 
     @property
     def waiting(self) -> list[Record]:
@@ -161,7 +175,8 @@ class NormLedger:
         for owner, grad in grads.items():
             if grad.shape[0] != self.batch:
                 raise other_rows(f"layer '{layer_of[owner]}'", grad.shape[0], self.batch)
-            if owner in self.norms.by_owner:  # of a use that a reentrant checkpoint had hidden
+            if owner in self.norms.by_owner or layer_of[owner] in self.norms.layers:
+                # Of a use that a reentrant checkpoint had hidden.
                 raise used_again(f"layer '{layer_of[owner]}'")
         self.kept.add_formed(grads, layer_of.values())
 
@@ -178,6 +193,7 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
+        self._measure_held()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
@@ -197,61 +213,63 @@ class NormLedger:
             record.keep()
         self.kept.held += records
 
-    def settle(
-        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
-    ) -> None:
+    def settle(self, records: Sequence[Record]) -> None:
         """Norms of layers that stand alone; with a planner, also what is kept of each.
 
         Args:
             records: Of different layers.
-            compute: How norms of several are computed together; by default one by one.
         """
-        if not PROFILE.running:
-            self._settle(records, compute)
+        planner, kept = self.planner, self.kept
+        if planner is None:
+            Together(self).measure(records)
             return
-        with layers(record.spec.name for record in records):
-            self._settle(records, compute)
-
-    def _settle(
-        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None
-    ) -> None:
-        kept, planner, limited = self.kept, self.planner, False
-        if planner is not None:
-            limited = planner.looks
-            if limited:
-                records = [r for r in records if not self._left_to_a_replay(r)]
-            for record in records:
-                if planner.stores(record):
-                    kept.form(record, planner.rounding, limited)
-            records = [
-                _form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers
-            ]
-        elif len(records) == 1 and _is_cheaply_formed(records[0]):
-            kept.form(records[0])
-            self.norms.layers.add(records[0].spec.name)
-            return
-        if compute is not None and records:
-            compute(records)
-        elif compute is None:
-            for r in records:
-                self.norms.take(r, r.layer.rule.norm_sq(r.spec, r.activations, r.backprops))
-        self.hold(records)
-        visit = planner.leaving() if limited and planner is not None else None
+        limited = planner.looks
+        if limited:
+            records = [r for r in records if not _left_to_a_replay(self, planner, r)]
+        for record in records:
+            if planner.stores(record):
+                kept.form(record, planner.rounding, limited)
+        rest = [_form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers]
+        kept.held += rest
+        now: list[Record] = []
+        for record in rest:
+            record.keep()
+            self.norms.layers.add(record.spec.name)  # no other use may come any more
+            waits = record.layer.rule.takes_several and not (limited or self.deferred)
+            (self._unmeasured if waits else now).append(record)
+        if now:
+            Together(self).measure(now)
+        if len(self._unmeasured) >= MEASURED_TOGETHER:
+            self._measure_held()
+        visit = planner.leaving() if limited else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self.norms.add(owner, norm_sq)
 
-    def _left_to_a_replay(self, record: Record) -> bool:
-        """Whether a record was measured and is not kept, for its block runs again."""
-        assert self.planner is not None
-        visit = self.planner.replays(record)
-        if visit is not None:
-            for owner, norm_sq in self.kept.drop(visit.names, visit.owners).items():
-                self.norms.add(owner, norm_sq)
-            rule = record.layer.rule
-            self.norms.take(record, rule.norm_sq(record.spec, record.activations, record.backprops))
-        self.planner.visited(record)
-        return visit is not None
+    def _measure_held(self) -> None:
+        """Norms of the layers that have waited though they are held for the sum."""
+        held, self._unmeasured = self._unmeasured, []
+        if held:
+            self.norms.measure(held)
+
+    def forms(self, record: Record) -> bool:
+        """Form small per-sample gradients, if they alone are kept for a second pass."""
+        formed = self.planner is None and _is_cheaply_formed(record)
+        if formed:
+            self.kept.form(record)
+            self.norms.layers.add(record.spec.name)
+        return formed
+
+
+def _left_to_a_replay(ledger: NormLedger, planner: Storage, record: Record) -> bool:
+    """Whether a record was measured and is not kept, for its block runs again."""
+    visit = planner.replays(record)
+    if visit is not None:
+        for owner, norm_sq in ledger.kept.drop(visit.names, visit.owners).items():
+            ledger.norms.add(owner, norm_sq)
+        Together(ledger).measure([record])
+    planner.visited(record)
+    return visit is not None
 
 
 def _form_light(record: Record, formed: dict[str, Tensor]) -> Record:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms.reference import sum_of_squares
-from opacus.core.norms.grouping import by_input, by_layer, by_shape, small_by_rule
+from opacus.core.norms.grouping import (
+    by_layer,
+    by_shape,
+    several_and_others,
+    small_by_rule,
+)
 from opacus.core.norms.kept import Kept, add_rows
 from opacus.core.norms.tied import Pair, norms_of, pairs_of
 from opacus.core.platform.profiling import each_layer
@@ -24,6 +29,9 @@ class Known(Protocol):
 
     def take(self, record: Record, norm_sq: dict[str, Tensor]) -> None:
         """The squared norms of a layer, by local name."""
+
+    def measure(self, records: Sequence[Record]) -> None:
+        """Measure layers that stand alone, whose rules take several at once."""
 
     def take_summed(self, records: Sequence[Record], norm_sq: dict[str, Tensor]) -> None:
         """Those of parameters of several layers or uses, by name in the model."""
@@ -42,10 +50,11 @@ class Ledger(Protocol):
     def hold(self, records: Sequence[Record]) -> None:
         """Keep records for the clipped sum, if there will be no second backward pass."""
 
-    def settle(
-        self, records: Sequence[Record], compute: Callable[[Sequence[Record]], None] | None = None
-    ) -> None:
-        """Norms of layers that stand alone."""
+    def settle(self, records: Sequence[Record]) -> None:
+        """Norms of layers that stand alone, and what is kept of them."""
+
+    def forms(self, record: Record) -> bool:
+        """Whether a layer's norm was left to per-sample gradients that were formed here."""
 
 
 class Together:
@@ -63,15 +72,26 @@ class Together:
         shared = [r for r in waiting if r.layer.shared]
         layers = by_layer(r for r in waiting if not r.layer.shared)
         alone = [uses[0] for uses in layers if len(uses) == 1]
-        for records in by_shape(self._sharing(self._small(alone))):
-            self.ledger.settle(records, self._stacked)
+        if alone:
+            self.ledger.settle(alone)
         for uses in layers:
             if len(uses) > 1:
                 self._uses(uses)
         if shared:
             self._shared(shared)
 
-    def _small(self, records: list[Record]) -> list[Record]:
+    def measure(self, records: Sequence[Record]) -> None:
+        """Norms of layers that stand alone, in as few calls as possible."""
+        if len(records) == 1:
+            self._stacked(records)
+            return
+        several, others = several_and_others(self._small(records))
+        if several:
+            self.ledger.norms.measure(several)
+        for group in by_shape(others):
+            self._stacked(group)
+
+    def _small(self, records: Sequence[Record]) -> list[Record]:
         """Small layers of any shapes in one launch, where there is a kernel; returns the rest."""
         groups, left = small_by_rule(records)
         for group in groups:
@@ -80,32 +100,20 @@ class Together:
             norms = rule.norm_sq_of_many(uses) if len(group) > 1 else None
             if norms is None:
                 left += group
-                continue
-            self.ledger.hold(group)
-            self._take(group, norms)
-        return left
-
-    def _sharing(self, records: Sequence[Record]) -> list[Record]:
-        """Layers that read one input (query, key, value), a group at a time; returns the rest."""
-        left: list[Record] = []
-        for group in by_input(records):
-            if len(group) == 1:
-                left += group
             else:
-                self.ledger.settle(group, self._of_one_input)
+                self._take(group, norms)
         return left
-
-    def _of_one_input(self, records: Sequence[Record]) -> None:
-        uses = [(r.spec, r.activations, r.backprops) for r in records]
-        self._take(records, records[0].layer.rule.norm_sq_of_one_input(uses))
 
     def _take(self, records: Sequence[Record], norms: Sequence[dict[str, Tensor]]) -> None:
         for record, values in zip(records, norms, strict=True):
             self.ledger.norms.take(record, values)
 
+    @each_layer
     def _stacked(self, records: Sequence[Record]) -> None:
         """Records of different layers but equal shape, in one call."""
         first, rows = records[0], records[0].batch
+        if len(records) == 1 and self.ledger.forms(first):
+            return
         activations, backprops = first.activations, first.backprops
         if len(records) > 1:
             tensors = zip(*(r.activations for r in records), strict=True)

@@ -22,6 +22,8 @@ OWN_WEIGHT_TOKENS = 64
 GROUP_ELEMENTS = 1 << 20
 # Most elements that are stacked for one such call.
 STACK_ELEMENTS = 1 << 24
+# Layers that are held for the sum are measured when so many wait.
+MEASURED_TOGETHER = 16
 # Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
 # if they are at most this share of the layer's activations and backprops.
 FORMED_ELEMENTS = 1 << 18

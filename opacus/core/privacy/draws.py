@@ -1,4 +1,4 @@
-"""Compares the items that a Poisson sampler drew with the samples that a step saw.
+"""What a step is of: the items that a Poisson sampler drew, and units that the user names.
 
 Note [Items are samples]
     The accountant counts items of the data set: each is in a batch with the sample rate. What
@@ -41,9 +41,6 @@ class Draws:
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
         self._seen = 0
         self._used: set[int] = set()  # logical batches in the step so far
-        # Names of units: of batches since the latest call of check, and of the step before that.
-        self._named: deque[Tensor] = deque(maxlen=MOST_WAITING)
-        self._earlier: set[int] = set()
 
     def begin(self, part: int = 0, whole: bool = False, cycle: int | None = None) -> None:
         """A pass over the data begins.
@@ -92,35 +89,6 @@ class Draws:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
         self._seen = 0
         self._used.clear()
-        self._named.clear()
-        self._earlier.clear()
-
-    def name(self, units: Tensor) -> None:
-        """The model has got rows of units that the user names.
-
-        Args:
-            units: ``[n]`` integers.
-        """
-        self._named.append(units)
-
-    def _check_names(self, final: bool) -> None:
-        """Refuse units of which physical batches of one step have rows each.
-
-        Raises:
-            RuntimeError: Each part would be clipped by itself.
-        """
-        if not self._named or (final and not self._earlier):
-            return  # the only batch of its step
-        names = set(torch.cat([units.reshape(-1).cpu() for units in self._named]).tolist())
-        self._named.clear()
-        if twice := sorted(names & self._earlier):
-            raise RuntimeError(
-                f"several physical batches of one step have rows of the units {twice[:5]}, of "
-                "which each would clip its own part only, so that a unit counts more than once: "
-                "let an item of the data set be a unit with all its rows "
-                "(opacus.data.users.UserDataset), as sampling and accounting assume"
-            )
-        self._earlier |= names
 
     def check(self, samples: int, final: bool) -> None:
         """A step has taken in so many samples.
@@ -130,10 +98,8 @@ class Draws:
             final: Whether they are the last ones of the step.
 
         Raises:
-            RuntimeError: They are not the items that were drawn, or of several draws, or a unit
-                is in several parts of the step.
+            RuntimeError: They are not the items that were drawn, or of several draws.
         """
-        self._check_names(final)
         seen = self._seen + samples
         place = next((k for k, (items, _, _) in enumerate(self._waiting) if items == seen), None)
         used = self._used if place is None else {*self._used, self._waiting[place][1]}
@@ -162,3 +128,47 @@ class Draws:
             self._seen = 0
         if final:
             self.forget()
+
+
+class Names:
+    """The units of a step's physical batches, as the user names them: each is in one of them."""
+
+    def __init__(self) -> None:
+        self._latest: deque[Tensor] = deque(maxlen=MOST_WAITING)  # since the latest call of check
+        self._earlier: set[int] = set()  # of the step before that
+
+    def note(self, units: Tensor) -> None:
+        """The model has got rows of these units ``[n]``."""
+        self._latest.append(units)
+
+    def check(self, final: bool) -> None:
+        """A physical batch of a step is complete.
+
+        Args:
+            final: Whether it is the last one.
+
+        Raises:
+            RuntimeError: Units have rows in several: each part would be clipped by itself.
+        """
+        if self._latest and not (final and not self._earlier):  # not the only batch of its step
+            latest = torch.cat([units.reshape(-1).cpu() for units in self._latest])
+            names = set(latest.tolist())
+            self._refuse(sorted(names & self._earlier))
+            self._earlier |= names
+        self._latest.clear()
+        if final:
+            self.forget()
+
+    def _refuse(self, twice: list[int]) -> None:
+        if twice:
+            raise RuntimeError(
+                f"several physical batches of one step have rows of the units {twice[:5]}, of "
+                "which each would clip its own part only, so that a unit counts more than once: "
+                "let an item of the data set be a unit with all its rows "
+                "(opacus.data.users.UserDataset), as sampling and accounting assume"
+            )
+
+    def forget(self) -> None:
+        """The step is not finished: what it has seen is dropped."""
+        self._latest.clear()
+        self._earlier.clear()

@@ -54,11 +54,12 @@ class Buffers:
         numbers: tuple[int, int],
         secure: bool,
         part: float | None,
+        divisor: float = 1.0,
     ) -> None:
         """Write sums with a step's noise to where they go.
 
         Args:
-            std, sums, key, secure, part: See :func:`opacus.core.privacy.noise.add_noise`.
+            std, sums, key, secure, part, divisor: See :func:`opacus.core.privacy.noise.add_noise`.
             numbers: Of the run's first step, and of this one.
         """
         white = [torch.zeros_like(t, dtype=wide_dtype(t, place)) for t, place, _ in sums]
@@ -75,7 +76,7 @@ class Buffers:
         grid = grid_of(std, part) if part else 0.0
         totals, places = (locals_of(tensors) for tensors in list(zip(*sums, strict=True))[:2])
         for noise, total, place in zip(own, totals, places, strict=True):
-            place.copy_(rounded(noise.add_(total), grid))
+            place.copy_(rounded(noise.add_(total), grid).div_(divisor))
 
     def _states(
         self, names: Sequence[str], like: Sequence[Tensor], first: int, number: int

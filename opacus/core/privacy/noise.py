@@ -52,6 +52,7 @@ def add_noise(
     number: int | None = None,
     past: Sequence[tuple[float, int]] = (),
     part: float | None = None,
+    divisor: float = 1.0,
 ) -> None:
     """Write sums with noise to where they go; of sharded tensors, each rank its own shard.
 
@@ -66,6 +67,7 @@ def add_noise(
         past: Weights and numbers of earlier steps whose noise is made again and added, too.
         part: Round sums to a grid of this part of the noise; see
             :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
+        divisor: Of the sums with their noise.
     """
     step = key.advance(purpose) if number is None else number
     sources, targets, names = zip(*sums, strict=True) if sums else ((), (), ())
@@ -83,7 +85,8 @@ def add_noise(
             moved = local.to(device, non_blocking=True).contiguous()
             same = moved.dtype == place.dtype
             result = moved if same else torch.empty_like(moved, dtype=place.dtype)
-            add_gaussian(std, _draws(source, moved, result, keys), step, secure, past, part)
+            own_draws = _draws(source, moved, result, keys)
+            add_gaussian(std, own_draws, step, secure, past, part, divisor)
             place.copy_(result, non_blocking=True)
             computed.add(device)
             continue
@@ -93,7 +96,7 @@ def add_noise(
             )
         draws += _draws(source, local, place, keys)
     if draws:
-        add_gaussian(std, draws, step, secure, past, part)
+        add_gaussian(std, draws, step, secure, past, part, divisor)
     for place, result in back:
         place.copy_(result)
     for device in computed:

@@ -24,7 +24,8 @@ class PrivacyParams:
         loss_reduction: ``"mean"`` or ``"sum"``.
 
     Raises:
-        ValueError: A value is out of range; nothing is changed then.
+        TypeError: A value is no number; nothing is changed then.
+        ValueError: One is out of range, likewise.
     """
 
     def __init__(
@@ -49,6 +50,12 @@ class PrivacyParams:
         self.count_noise_std: float | None = None
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
+        divides = loss_reduction == "mean" and expected_batch_size is not None
+        if divides and not _number("expected_batch_size", expected_batch_size) > 0:
+            raise ValueError(
+                f"expected_batch_size must be > 0, got {expected_batch_size!r}: the mean divides "
+                "by it"
+            )
         self.expected_batch_size = expected_batch_size
 
     @property
@@ -57,7 +64,7 @@ class PrivacyParams:
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        if not value >= 0 or math.isinf(value):
+        if not _number("noise_multiplier", value) >= 0 or math.isinf(value):
             raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}")
         if self._max_grad_norm:
             self._check_finite(value, [self._max_grad_norm])
@@ -77,8 +84,9 @@ class PrivacyParams:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float]) -> None:
-        several = isinstance(value, Sequence)
-        norms = [float(n) for n in value] if isinstance(value, Sequence) else [float(value)]
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        values: Sequence[object] = value if several else [value]  # type: ignore[assignment]
+        norms = [_number("max_grad_norm", n) for n in values]
         if not norms or not all(norm > 0 for norm in norms):
             raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
         self._check_finite(self._noise_multiplier, norms)
@@ -106,3 +114,13 @@ class PrivacyParams:
         if multiplier and self.count_noise_std is not None:
             multiplier = (multiplier**-2 - (2 * self.count_noise_std) ** -2) ** -0.5
         return multiplier * sensitivity if multiplier else 0.0
+
+
+def _number(name: str, value: object) -> float:
+    """The value as a number; a text is none, even where it could be read as one."""
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{name} must be a number, got {value!r}")

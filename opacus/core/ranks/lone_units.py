@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -50,6 +50,8 @@ class LoneSampleOfUnits(LoneSample):
         sink: See :class:`LoneSample`.
         limits: What may be held: under a limit blocks may have to run again.
     """
+
+    again_in_graphs: ClassVar[bool] = True  # their units enter again, too
 
     def __init__(
         self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits

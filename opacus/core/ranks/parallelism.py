@@ -123,8 +123,9 @@ class Single:
         dtypes: Sequence[torch.dtype],
         in_place: bool = False,
         names: Sequence[str] | None = None,
+        divisor: float = 1.0,
     ) -> Iterable[Tensor]:
-        """Each sum with its noise, a step of the key's.
+        """Each sum with its noise, divided, a step of the key's.
 
         Args:
             std: Standard deviation of the noise; with a correlation, of the white draws.
@@ -132,6 +133,7 @@ class Single:
             dtypes: Dtype of each result.
             in_place: Overwrite sums that have it, which saves the memory of another gradient.
             names: Names of the parameters, by which their noise differs; by default their places.
+            divisor: Of sum and noise together, before they are rounded to the result's dtype.
 
         Returns:
             The results, formed when they are asked for.
@@ -144,7 +146,7 @@ class Single:
         for total, own, dtype, name in zip(sums, locals_of(sums), dtypes, names, strict=True):
             stays = in_place and total.dtype == dtype
             jobs.append((total, None if stays else dtype, name, 0 if stays else own.numel()))
-        return chain.from_iterable(self._pieces(std, jobs, step, past))
+        return chain.from_iterable(self._pieces(std, jobs, step, past, divisor))
 
     def _pieces(
         self,
@@ -152,6 +154,7 @@ class Single:
         jobs: list[Job],
         step: int,
         past: list[tuple[float, int]],
+        divisor: float,
     ) -> Iterator[list[Tensor]]:
         for piece in consecutive(jobs, itemgetter(3), NOISE_ELEMENTS):
             todo = [
@@ -161,14 +164,17 @@ class Single:
             if std > 0 and self.correlation is not None and self.correlation.buffers is not None:
                 numbers = self.correlation.first, step
                 self.correlation.buffers.add(
-                    std, todo, self.key, numbers, self.secure_mode, self.grid
+                    std, todo, self.key, numbers, self.secure_mode, self.grid, divisor
                 )
             elif std > 0:
-                add_noise(std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid)
+                add_noise(
+                    std, todo, self.key, NOISE, self.secure_mode, step, past, self.grid, divisor
+                )
             else:
                 for total, target, _ in todo:
                     if target is not total:
                         target.copy_(total)
+                divide([target for _, target, _ in todo], divisor)
             yield [target for _, target, _ in todo]
 
     def noised_count(self, std: float, count: Tensor) -> Tensor:
@@ -190,11 +196,8 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-class DataParallel(Single):
-    """Replicas of the model with different samples (DDP).
-
-    Each adds the same noise to the sum over ranks, so what is released is rounded after that sum.
-    """
+class _OwnSamples(Single):
+    """Each rank has samples of its own; the first draws the noise of what ranks add up."""
 
     shares_key = True
 
@@ -205,6 +208,13 @@ class DataParallel(Single):
 
     def draws_shared_noise(self) -> bool:
         return self.rank == 0
+
+
+class DataParallel(_OwnSamples):
+    """Replicas of the model with different samples (DDP).
+
+    Each adds the same noise to the sum over ranks, so what is released is rounded after that sum.
+    """
 
     @timed(REDUCTION)
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -216,25 +226,15 @@ class DataParallel(Single):
             dist.all_reduce(own, op=dist.ReduceOp.SUM)
 
 
-class Sharded(Single):
+class Sharded(_OwnSamples):
     """Parameters sharded by FSDP2, different samples on each rank.
 
     A shard's noise is that of its elements' numbers in the whole parameter: nothing is drawn
     twice, and replicas of a shard (HSDP) draw the same.
     """
 
-    shares_key = True
-
-    def __init__(self, generator: torch.Generator | None = None, secure_mode: bool = False) -> None:
-        super().__init__(generator, secure_mode)
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-
     def check(self, sums: Iterable[Tensor]) -> None:
         check_gradients_sharded(sums)
-
-    def draws_shared_noise(self) -> bool:
-        return self.rank == 0
 
 
 class TensorParallel(Single):

@@ -88,6 +88,7 @@ class Visit:
 
     def let_go(self) -> None:
         """It is not run again."""
+        self.possible = False
         self.arguments = self.gradient = None
         self._given = []
 
@@ -185,6 +186,12 @@ class Blocks:
         """A backward pass begins."""
         self.current, self.chosen = None, []
 
+    def over(self) -> None:
+        """The backward pass is over, or leaves the block that it was in."""
+        last, self.current = self.current, None
+        if last is not None and not last.chosen:
+            last.let_go()
+
     @property
     def waiting(self) -> int:
         """Number of blocks that have run and whose backward pass has not begun."""
@@ -207,10 +214,12 @@ class Blocks:
     def _before(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled graph runs no Python for a block
             return
-        current = self._recorder.passes.current
-        if current is None or number_of_backward() >= 0 or not self._recorder.active(module):
+        recorder = self._recorder
+        current, carried = recorder.passes.current, recorder.carried
+        if current is None or recorder.probed or not recorder.active(module):
             return
-        carried = self._recorder.carried
+        if number_of_backward() >= 0:
+            return
         if carried is not None and carried.carries_some_of(block.names):
             return  # what is carried cannot be left to a replay, and had room before
         visit = Visit(block, current, args, kwargs)
@@ -234,9 +243,10 @@ class Blocks:
 
     def _arrived(self, visit: Visit, grad: Tensor) -> None:
         """The backward pass enters a block: that of the one before it is over."""
-        before, self.current = self.current, visit
-        if before is not None and not before.chosen:
-            before.let_go()
+        if not self._recorder.in_backward:  # a backward pass that is not ours
+            return
+        self.over()
+        self.current = visit
         self._ran.pop(id(visit.block), None)
         visit.gradient = grad.detach()
         visit.versions = [*visit.versions, grad._version]

@@ -193,6 +193,8 @@ class LayerHooks:
             use.units = forward_pass.named.of_layer(spec, None, output, dim)
         if recomputed:
             forward_pass.generation.recomputed.add(spec.name)
+            if taps.lone is not None and not taps.lone.again_in_graphs:
+                taps.lone.rule_out("a checkpoint runs compiled parts again")
         elif forward_pass is taps.passes.current:
             taps.reached.note(forward_pass)
         use.register(output.shape, counted=not recomputed)

@@ -112,11 +112,12 @@ def take_units(key: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, T
         args = (batch, *args[1:])
     value = batch.get(key)
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() not in (1, 2):
-        kind = type(value).__name__ if not isinstance(value, Tensor) else f"{tuple(value.shape)}"
+        tensor = isinstance(value, Tensor)
+        got = f"{tuple(value.shape)} {value.dtype}" if tensor else repr(value)[:80]
         raise ValueError(
             f"privacy_unit={key!r}: the model has to be called with {key}=, a tensor of integers "
             f"[rows] or [rows, tokens] that says whose each row or token is (-1: nobody's), got "
-            f"{kind} {getattr(value, 'dtype', '')}"
+            f"{got}"
         )
     if key in BOUNDARIES:
         steps = torch.arange(int(value[-1]), device=value.device)

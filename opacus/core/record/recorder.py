@@ -25,6 +25,7 @@ from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, u
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
+from opacus.core.record.own_checkpoints import OwnCheckpoints
 from opacus.core.record.passes import Passes
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.reached import Reached
@@ -84,6 +85,8 @@ class Recorder(Taps):
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
+        self._own_checkpoints = OwnCheckpoints(root.modules())
+        self.handles.append(self._own_checkpoints)
         prepare_for_graphs(PLAIN)
 
     @property
@@ -118,12 +121,12 @@ class Recorder(Taps):
             losses: How many there are, if that is known.
             bare: Whether layers have run without taps for them.
         """
-        before = self.in_backward, self.bare, self.losses
-        self.in_backward, self.bare, self.losses = True, bare, losses
+        before = self.in_backward, self.ours, self.bare, self.losses
+        self.in_backward, self.ours, self.bare, self.losses = True, True, bare, losses
         try:
             yield
         finally:
-            self.in_backward, self.bare, self.losses = before
+            self.in_backward, self.ours, self.bare, self.losses = before
 
     def ran_bare(self, losses: Tensor) -> bool:
         """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
@@ -136,11 +139,13 @@ class Recorder(Taps):
             return None
         if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
             prepare_for_graphs(PLAIN)  # it may have been imported meanwhile
+            if self._own_checkpoints.blocks:
+                self._own_checkpoints.put_around()
         self.end_lone()
         self.put_back()
         if not self.enabled:
             return None
-        passes, inputs = self.passes, (args, kwargs)
+        passes, inputs, self.ours = self.passes, (args, kwargs), True
         current, recorded = passes.begin(inputs), self.active(module)
         if current.batch == 0 and recorded:
             current.made_up = True
@@ -156,7 +161,7 @@ class Recorder(Taps):
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
-        ended = self.passes.end()
+        ended, self.ours = self.passes.end(), self.in_backward
         self.reached.end(output)
         self.end_lone()
         if output is None:
@@ -176,7 +181,7 @@ class Recorder(Taps):
         self.bare = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "in_backward": False, "bare": False}
+        return {**self.__dict__, "in_backward": False, "ours": False, "bare": False}
 
 
 # Of no use in a compiled graph.

@@ -50,6 +50,8 @@ class Taps:
     Attributes:
         enabled: Whether layers are tapped at all.
         in_backward: Whether a backward pass of ours runs: layers in it are computed again.
+        ours: Whether one runs, or the model's forward. One name for both, which is what a compiled
+            graph reads: a checkpoint runs it again without another being made.
         bare: Whether layers run without taps now, on a lone sample.
         lone: Runs the model so, if that is possible.
         carried: Lets autograd carry per-sample gradients past the records, if that is possible.
@@ -71,7 +73,7 @@ class Taps:
         self.sink = sink
         self.batch_first = batch_first
         self.enabled = True
-        self.in_backward = self.bare = self.probed = False
+        self.in_backward = self.ours = self.bare = self.probed = False
         self.losses: int | None = None
         self.lone: LoneSample | None = None
         self.carried: Carries | None = None
@@ -100,7 +102,7 @@ class Taps:
         """Whether the layer is tapped if it runs now."""
         if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
             return False
-        if self.lone is None or self.in_backward or self.passes.current is not None:
+        if self.lone is None or self.ours:
             return True
         # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
         waiting = self.passes.generation.waiting

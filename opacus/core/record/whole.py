@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,11 @@ class LoneSample:
         running: Whether aliases may be in the places of parameters.
         ruled_out: Why batches of one sample are tapped like others; ``None`` if they are not.
         alive: Forward passes whose graphs are not gone yet.
+        again_in_graphs: Whether compiled parts that a checkpoint runs again find the aliases, too:
+            with the parameters they would run another graph, which saves other tensors.
     """
+
+    again_in_graphs: ClassVar[bool] = False
 
     def __init__(
         self, layers: Sequence[Layer], sink: WholeSink, handles: Sequence[tuple[Any, Any]]

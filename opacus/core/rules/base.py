@@ -55,6 +55,8 @@ class LayerRule:
     as_given: bool = False
     # Whether row i of the output comes from row i of the input in ways that the trail cannot see.
     hides_rows: bool = False
+    # Whether :meth:`norm_sq_of_several` may cost less than a layer at a time.
+    takes_several: bool = False
     # Whether :meth:`beside_table` is there.
     beside_tables: bool = False
     # Whether such layers have the batch in dimension 0 in time-major models too.
@@ -79,15 +81,10 @@ class LayerRule:
         """:meth:`norm_sq` of many layers in one launch, ``None`` where there is no such kernel."""
         return None
 
-    @property
-    def shares_input(self) -> bool:
-        """Whether :meth:`norm_sq_of_one_input` may cost less than a layer at a time."""
-        return False
-
-    def norm_sq_of_one_input(
+    def norm_sq_of_several(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]
     ) -> list[dict[str, Tensor]]:
-        """:meth:`norm_sq` of layers whose activations are the same memory."""
+        """:meth:`norm_sq` of layers, some of which may have the same memory as activations."""
         return [self.norm_sq(*use) for use in uses]
 
     def carried(self, spec: LayerSpec) -> Carried | None:

@@ -29,6 +29,7 @@ class LinearRule(LayerRule):
     light = ("bias",)
     bilinear = ("weight",)
     beside_tables = True
+    takes_several = True
     transposed = False
 
     def features(self, spec: LayerSpec) -> int:
@@ -66,18 +67,12 @@ class LinearRule(LayerRule):
             norms["bias"] = self.kernels.bias(g)
         return norms
 
-    @property
-    def shares_input(self) -> bool:
-        return self.kernels.shared is not None
-
-    def norm_sq_of_one_input(
+    def norm_sq_of_several(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]
     ) -> list[dict[str, Tensor]]:
-        if self.kernels.shared is None:
-            return super().norm_sq_of_one_input(uses)
         pairs = [_tokens(spec, a, b) for spec, a, b in uses]
         weights = _with_weight(uses)
-        products = self.kernels.shared(pairs[0][0], [pairs[i][1] for i in weights])
+        products = self.kernels.products([pairs[i] for i in weights])
         return self._with_biases(uses, pairs, weights, products)
 
     def norm_sq_of_many(

@@ -144,8 +144,8 @@ class Materialise:
     ) -> None:
         if not self.accumulation_allowed:
             raise ValueError(
-                "Poisson sampling is not compatible with grad accumulation: layer "
-                f"'{record.spec.name}' already holds the per-sample gradients of an earlier "
+                "Poisson sampling is not compatible with grad accumulation, nor is privacy_unit: "
+                f"layer '{record.spec.name}' already holds the per-sample gradients of an earlier "
                 "backward pass. Call optimizer.step() and optimizer.zero_grad() after every "
                 "forward/backward pass (with accelerate, set gradient_accumulation_steps=1), "
                 "or use BatchMemoryManager to simulate large batches"

@@ -228,6 +228,9 @@ class Planner:
     def settled(self) -> None:
         """The backward pass is over: what is in use beside what is held is there in each step."""
         self._remember(self._looked)
+        self._looked = None
+        if self.blocks is not None:
+            self.blocks.over()
         if not self.looks and self._room.held < self.held_bytes:
             self.forget()
         if self.peak_bytes is not None:

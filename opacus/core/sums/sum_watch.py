@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.kernels.host.operands import triton_is_installed
 from opacus.core.platform.host_copies import wait_for
 from opacus.core.platform.sharded import compute_devices, local_of, locals_of
 from opacus.core.privacy.gradients import is_processed
@@ -41,7 +42,7 @@ class SumWatch:
         self._grads: list[Tensor] = []
         self._shards: list[Tensor] = []  # this rank's part of each
         self._noted: list[tuple[int, int]] = []  # their versions when they were complete
-        self._norms: list[Tensor] = []  # of this rank's shards of the sums
+        self._norms: Tensor | None = None  # of this rank's shards of the sums
         self._moved: Tensor | None = None  # on the device: whether any sum of this step has changed
         # The same, of the step before, on its way to the host.
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
@@ -55,7 +56,7 @@ class SumWatch:
 
     def forget(self) -> None:
         """The sums have been taken or dropped."""
-        self._grads, self._shards, self._noted, self._norms = [], [], [], []
+        self._grads, self._shards, self._noted, self._norms = [], [], [], None
 
     def changed(self, parameters: Sequence[nn.Parameter], scale: float = 1.0) -> list[nn.Parameter]:
         """The parameters whose ``grad`` is not a sum as it was noted.
@@ -70,7 +71,7 @@ class SumWatch:
         sharded = bool(grads) and self._shards[0] is not grads[0]
         blind = sharded and _uncounted(grads[0])
         moved: set[int] = set()
-        if written or (blind and not self._norms[0].is_cuda):
+        if written or (blind and self._norms is not None and not self._norms.is_cuda):
             kept = self._same(scale).tolist()
             moved = {id(grad) for grad, same in zip(grads, kept, strict=True) if not same}
         elif blind:
@@ -117,29 +118,43 @@ class SumWatch:
 
     def _same(self, scale: float) -> Tensor:
         """``[n]`` bool: which sums have the norm that was noted."""
-        now, before = _stacked(_norms(self._shards, self._grads)) * scale, _stacked(self._norms)
+        now, before = _norms(self._shards, self._grads), self._norms
+        assert now is not None and before is not None
         tolerance = 0.0 if scale == 1.0 else ROUNDING
-        return torch.isclose(now, before, rtol=tolerance, atol=0.0, equal_nan=True)
+        return torch.isclose(now * scale, before, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def _norms(shards: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """The norms of this rank's shards, each taken on the device that computes with it.
+def _norms(shards: list[Tensor], grads: list[Tensor]) -> Tensor | None:
+    """``[n]`` norms of this rank's shards, each taken on the device that computes with it.
 
     A shard that waits in host memory is read by one core there; to copy it out takes less time.
     """
+    if not shards:
+        return None
     if all([shard.is_cuda for shard in shards]):
-        return list(torch._foreach_norm(shards)) if shards else []
+        return _on_gpu(shards)
     devices = compute_devices(grads)
     pairs = list(zip(shards, devices, strict=True))
     if all(shard.device.type == device.type for shard, device in pairs):
-        return list(torch._foreach_norm(shards))
+        return _stacked(torch._foreach_norm(shards))
     norms = [torch.linalg.vector_norm(s.to(d, non_blocking=True)) for s, d in pairs]
     for device in set(devices):
         wait_for(device)  # before anyone writes to what is copied
-    return norms
+    return _stacked(norms)
 
 
-def _stacked(norms: list[Tensor]) -> Tensor:
+def _on_gpu(shards: list[Tensor]) -> Tensor:
+    """``[n]`` norms, the same numbers in each call."""
+    if triton_is_installed():
+        from opacus.core.kernels.norms import squares_triton
+
+        squares = squares_triton.squares_of_wholes(shards)
+        if squares is not None:
+            return squares.sqrt()
+    return _stacked(torch._foreach_norm(shards))
+
+
+def _stacked(norms: Sequence[Tensor]) -> Tensor:
     """``[n]``, on the device of the first."""
     first = norms[0].device
     return torch.stack([norm if norm.device == first else norm.to(first) for norm in norms])

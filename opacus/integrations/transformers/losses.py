@@ -17,7 +17,6 @@ from torch import Tensor
 IGNORED = -100  # label of a token that does not count
 
 Tensors = Mapping[str, Any]
-PerExample = Callable[[Tensors, Tensors], Tensor]
 
 
 class Outputs(dict[str, Any]):

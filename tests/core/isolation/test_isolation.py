@@ -212,6 +212,30 @@ def test_nothing_of_a_refused_batch_is_left(mode: str) -> None:
     step(parts, vectors())  # the next batch is as good as any
 
 
+@pytest.mark.usefixtures("unfollowed")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("failing", [2, 3])  # the run on some samples, the first on one
+def test_running_out_of_memory_says_nothing_of_the_model(mode: str, failing: int) -> None:
+    class Large(nn.Module):
+        runs = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            type(self).runs += 1
+            if type(self).runs == failing:
+                raise torch.OutOfMemoryError("no room")
+            return input * 1.0
+
+    parts = private(nn.Sequential(nn.Linear(6, 3), Large()), mode)
+    released = [p.clone() for p in parts[0].parameters()]
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        step(parts, vectors())
+    for p, old in zip(parts[0].parameters(), released, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is None
+    step(parts, vectors())  # it is checked, and trains
+    assert not torch.equal(next(iter(parts[0].parameters())), released[0])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_rule_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: the norms of two samples are swapped in one layer."""

@@ -20,6 +20,7 @@ from opacus.core.record.passes import Generation
 from opacus.core.record.record import Record
 from opacus.core.rules import LayerRule
 from opacus.core.rules.generic import Call
+from opacus.core.rules.linear import LinearRule
 
 Inputs = tuple[Tensor, ...]
 # What one use of a layer saw: its inputs and the gradient of its output.
@@ -186,6 +187,13 @@ def test_cross_term_of_tied_layers_counts() -> None:
     assert not torch.allclose(together, apart, rtol=1e-2)
 
 
+def test_autocast_rounds_what_the_head_is_given_and_not_the_table() -> None:
+    table, (head, (hidden,), g), norm = tied_layers()
+    uses = [table, (head, (hidden.bfloat16(),), g.bfloat16()), norm]
+    got = finish(NormLedger(5), records_of(uses))["0.weight"].double()
+    torch.testing.assert_close(got, expected(uses, 5)["0.weight"], rtol=1e-5, atol=0.0)
+
+
 def test_tied_layers_need_no_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = tied_layers()
     ids = uses[0][1][0]
@@ -275,8 +283,18 @@ def test_groups_are_limited_in_size(calls, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_large_records_are_not_stacked(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "GROUP_ELEMENTS", 5 * 7 * (6 + 6) - 1)
-    finish(NormLedger(5, deferred=True), records_of(small_layers()))
-    assert calls == [("LinearRule", 5)] * 4 + [("EmbeddingRule", 5)]  # the others are formed
+    together: list[list[int]] = []
+    original = LinearRule.norm_sq_of_several
+
+    def several(self: LinearRule, uses: Sequence[Any]) -> list[dict[str, Tensor]]:
+        together.append([len(backprops) for _, _, backprops in uses])
+        return original(self, uses)
+
+    monkeypatch.setattr(LinearRule, "norm_sq_of_several", several)
+    uses = small_layers()
+    assert_norms(finish(NormLedger(5, deferred=True), records_of(uses)), expected(uses, 5))
+    assert together == [[5, 5, 5]]
+    assert calls == [("LinearRule", 5), ("EmbeddingRule", 5)]  # the others are formed
 
 
 DIFFERENT = {

@@ -381,3 +381,33 @@ def test_a_budget_keeps_no_model_alive() -> None:
     gc.collect()
     assert seen() is None
     assert copied._strategy.planner.blocks.found[0].module is copied._module.blocks[0]
+
+
+def test_nothing_of_a_block_is_held_after_the_backward_pass() -> None:
+    """What the first block was given, say, whose graph is none of a copy's either."""
+    given: list[weakref.ref[Tensor]] = []
+    made = private(build(), 0.1)
+    made[0].held_budget = 1 << 30
+    model = made[0]._module
+    model.blocks[0].register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
+    step(made)  # units are run alone, too
+    assert made[0]._strategy.planner.blocks is not None
+    assert given and not [ref for ref in given if ref() is not None]
+    copy.deepcopy(made[0])
+
+
+def test_backward_passes_before_the_one_of_a_step() -> None:
+    """For gradients of inputs, or of the same losses on a graph that stays; none is in the sum."""
+    net = build()
+    clip, want = expected(net)
+    made = private(net, clip)
+    made[0].held_budget = 0
+    model, optimizer, criterion = made[:3]
+    x, y = batch()
+    output = model(x.requires_grad_())
+    torch.autograd.grad(output.logsumexp(1).sum(), x, retain_graph=True)
+    losses = criterion(output, y)
+    losses.backward(retain_graph=True)
+    optimizer.zero_grad()
+    losses.backward()
+    close({n.removeprefix("_module."): p.grad for n, p in model.named_parameters()}, want)

@@ -30,8 +30,9 @@ def add_gaussian(
     secure: bool = False,
     past: Sequence[tuple[float, int]] = (),
     part: float | None = None,
+    divisor: float = 1.0,
 ) -> None:
-    """Write ``source + N(0, std^2)`` to each target; noise and sum are fp32, or fp64 for fp64.
+    """Write ``(source + N(0, std^2)) / divisor`` to each target, all in fp32, or fp64 for fp64.
 
     Args:
         std: Standard deviation, positive.
@@ -42,6 +43,7 @@ def add_gaussian(
             not tell what was added to what; see :func:`grid_of`.
         past: Weights and numbers of earlier steps whose noise is made again and added, too, with
             the keys that each draw names for them.
+        divisor: Of the sum with its noise, once that is on the grid.
     """
     if part is None and secure:
         part = GRID
@@ -57,9 +59,9 @@ def add_gaussian(
     for group in on_gpu.values():
         from opacus.core.kernels.noise import gaussian_triton
 
-        gaussian_triton.launch(std, group, step, grid, past, secure)
+        gaussian_triton.launch(std, group, step, grid, past, secure, divisor)
     if others:
-        gaussian_reference.add(std, others, step, grid, past, secure)
+        gaussian_reference.add(std, others, step, grid, past, secure, divisor)
 
 
 def grid_of(std: float, part: float = GRID) -> float:

@@ -27,6 +27,7 @@ def add(
     grid: float,
     past: Sequence[tuple[float, int]] = (),
     secure: bool = False,
+    divisor: float = 1.0,
 ) -> None:
     """See :func:`opacus.core.kernels.noise.gaussian.add_gaussian`.
 
@@ -36,7 +37,7 @@ def add(
     for wide in (torch.float32, torch.float64):
         own = [d for d in draws if wide_dtype(d.source, d.target) == wide]
         for piece in _pieces(own):
-            _add_piece(std, piece, step, grid, wide, past, secure)
+            _add_piece(std, piece, step, grid, wide, past, secure, divisor)
 
 
 def normals(blocks: Tensor, keys: Tensor, step: int, secure: bool, dtype: torch.dtype) -> Tensor:
@@ -114,6 +115,7 @@ def _add_piece(
     wide: torch.dtype,
     past: Sequence[tuple[float, int]],
     secure: bool,
+    divisor: float,
 ) -> None:
     many = lanes_of(secure, wide)
     wanted = [_blocks(draw.region, start, end, many) for draw, start, end in parts]
@@ -134,7 +136,7 @@ def _add_piece(
     for (draw, start, end), own, (_, chosen) in zip(parts, of_parts, wanted, strict=True):
         total = own.reshape(-1)[chosen].to(draw.source.device)
         total = total + draw.source.view(-1)[start:end]
-        draw.target.view(-1)[start:end] = rounded(total, grid)
+        draw.target.view(-1)[start:end] = rounded(total, grid).div_(divisor)
 
 
 def _blocks(region: Region, start: int, end: int, many: int) -> tuple[Tensor, Any]:

@@ -80,6 +80,7 @@ def _kernel(
     table,
     std,
     grid,
+    share,
     count,
     COUNT: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -101,6 +102,7 @@ def _kernel(
     ROWS: a tensor's rows have gaps between them, and each starts a counter of its own.
     WHOLE divides all sizes; above 1 each tensor starts with a counter.
     PAST: how many earlier steps' noise is added, too.
+    ``share`` is what the sum is multiplied by at last.
     """
     program = tl.program_id(0).to(tl.int64)
     entry = row_of(program, table, count, COUNT, COLUMNS)
@@ -145,7 +147,7 @@ def _kernel(
         value += std * tl.reshape(noise, (BLOCK,))
         if ROUND:
             value = tl.floor(value / grid + 0.5) * grid
-        tl.store(target + places, value.to(TARGET), mask=inside)
+        tl.store(target + places, (value * share).to(TARGET), mask=inside)
 
 
 def launch(
@@ -155,8 +157,9 @@ def launch(
     grid: float = 0.0,
     past: Sequence[tuple[float, int]] = (),
     secure: bool = False,
+    divisor: float = 1.0,
 ) -> None:
-    """Write ``source + std * noise`` to each target.
+    """Write ``(source + std * noise) / divisor`` to each target.
 
     Args:
         std: Standard deviation.
@@ -165,13 +168,14 @@ def launch(
         grid: Results are rounded to multiples of it; 0: no rounding.
         past: Weights and numbers of earlier steps whose noise is added.
         secure: ChaCha20 instead of Philox.
+        divisor: Of the sum with its noise, once that is rounded.
     """
     draws = [draw for draw in draws if draw.region.size]
     with_gaps = [draw for draw in draws if draw.region.width < draw.region.size]
     without = [draw for draw in draws if draw.region.width == draw.region.size]
     for group, has_rows in ((without, False), (with_gaps, True)):
         if group:
-            _launch(std, group, step, grid, has_rows, past, secure)
+            _launch(std, group, step, grid, has_rows, past, secure, divisor)
 
 
 def _launch(
@@ -182,6 +186,7 @@ def _launch(
     has_rows: bool,
     past: Sequence[tuple[float, int]],
     secure: bool,
+    divisor: float,
 ) -> None:
     lanes = chacha.LANES if secure else philox.LANES
     rows: list[int] = []
@@ -206,6 +211,7 @@ def _launch(
         operands.upload(rows, first.source.device),
         float(std),
         float(grid),
+        1.0 / divisor,
         len(draws),
     )  # fmt: skip
 

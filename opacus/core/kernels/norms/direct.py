@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -179,6 +180,13 @@ def _pair_plan(
     return programs, operands.whole_of((a, g), (a_strides, g_strides), dtype), tile
 
 
+def settle_all(pairs: Sequence[tuple[Tensor, Tensor]], partial: Tensor) -> list[Tensor]:
+    """:func:`settle` of layers of one dtype; ``partial [2, layers, B, S]``."""
+    if len(pairs) == 1:  # without a table
+        return [settle(*pairs[0], None, partial)]
+    return settle_group(operands.checked_group(pairs, None), partial)
+
+
 def settle_group(group: Group, partial: Tensor) -> list[Tensor]:
     """:func:`settle` of many layers in one launch; ``partial [2, layers, most samples, S]``."""
     first, plan = group.tensors[0], plan_of(group)
@@ -223,7 +231,7 @@ def _table_variant(
 
 
 def works(device: torch.device) -> bool:
-    """Whether Triton compiles and runs :func:`settle` on this device.
+    """Whether Triton compiles and runs :func:`settle_all` on this device.
 
     Trying it waits for the device, which a graph that is being captured cannot.
     """
@@ -233,9 +241,11 @@ def works(device: torch.device) -> bool:
 @functools.cache
 def _works(device: torch.device) -> bool:
     a = torch.tensor([[[1.0], [1.0]], [[1.0], [-1.0]]], device=device)  # [2, 2, 1]
-    partial = torch.tensor([[5.0, 5.0], [5.0, 1e6]], device=device)
+    pair, partial = (a, torch.ones_like(a)), torch.tensor([[5.0, 5.0], [5.0, 1e6]], device=device)
+    two = partial[:, None, :, None].repeat(1, 2, 1, 1)
     try:
-        return settle(a, torch.ones_like(a), None, partial).tolist() == [5.0, 0.0]
+        norms = [settle(*pair, None, partial), *settle_all([pair, pair], two)]
+        return [n.tolist() for n in norms] == [[5.0, 0.0]] * 3
     except Exception as error:  # whatever a compiler or a driver raises
         logger.warning("norms are computed without Gram matrices: Triton fails with %s", error)
         return False

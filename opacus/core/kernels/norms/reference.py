@@ -5,6 +5,7 @@ Letters: B samples, T tokens, d and p features, V rows of a table.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from opacus.core.platform.sizes import (
 ELEMENT_COST = 64
 # Rows of a Gram matrix formed at once; what lies left of the diagonal is skipped.
 GRAM_ROWS = 512
+# Most layers whose Gram matrices are formed at once: the terms' kernel knows no more.
+MOST_STACKED = 30
 # Elements whose norm is taken at once on a CPU.
 NORM_PART = 4096
 # Up to so many samples their gradients' norms are computed as separate tensors.
@@ -53,6 +56,12 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`sum_of_squares` of many tensors ``[B, ...]``, in few launches."""
+    if tensors and all([t.is_cuda for t in tensors]) and triton_is_installed():
+        from opacus.core.kernels.norms import squares_triton
+
+        found = squares_triton.squares_of(tensors)
+        if found is not None:
+            return found
     few = all(t.is_cuda and 0 < t.shape[0] <= FEW_SAMPLES for t in tensors)
     if not few or any(t.dtype == torch.float64 for t in tensors):
         return _squares(tensors)
@@ -147,17 +156,52 @@ def product_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
     Returns:
         ``[B]`` in fp32 (fp64 for fp64).
     """
-    batch, tokens, d = activations.shape
-    p = backprops.shape[2]
+    batch, tokens, _ = activations.shape
     if activations.numel() == 0 or backprops.numel() == 0:
         return backprops.new_zeros(batch, dtype=wide_dtype(backprops))
     if tokens == 1:
         return sum_of_squares(activations) * sum_of_squares(backprops)
     if not activations.is_cuda:  # there is no half-precision product with an fp32 result
         activations, backprops = widen(activations), widen(backprops)
-    if gram_is_cheaper(tokens, d, p) and _can_settle(activations):
+    if _takes_gram(activations, backprops):
         return gram_norm_sq(activations, backprops)
     return width_norm_sq(activations, backprops)
+
+
+def products_norm_sq(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """:func:`product_norm_sq` of several layers; those with one input share its Gram matrix."""
+    results: list[Tensor | None] = [None] * len(pairs)
+    groups: dict[Any, list[int]] = {}
+    for place in [place for same in by_input(pairs) for place in same]:
+        a, g = pairs[place]
+        stacks = a.dtype == g.dtype and (a.is_cuda or widen(a) is a) and a.shape[1] > 1
+        if stacks and a.numel() and g.numel() and _takes_gram(a, g):
+            groups.setdefault((a.shape[:2], a.dtype, a.device), []).append(place)
+        else:
+            results[place] = product_norm_sq(a, g)
+    for (shape, _, _), places in groups.items():
+        most = _most_stacked(*shape)
+        for start in range(0, len(places), most):
+            some = places[start : start + most]
+            for place, value in zip(some, gram_norms_sq([pairs[i] for i in some]), strict=True):
+                results[place] = value
+    return results  # type: ignore[return-value]
+
+
+def by_input(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
+    """Places of the pairs whose activations are the same memory together, in order of the first."""
+    groups: dict[Any, list[int]] = {}
+    for place, (a, _) in enumerate(pairs):
+        # All are alive, so that equal addresses are the same memory.
+        key = (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def _takes_gram(activations: Tensor, backprops: Tensor) -> bool:
+    """Whether Gram matrices are cheaper, and the host need not wait to see if they are exact."""
+    _, tokens, d = activations.shape
+    return gram_is_cheaper(tokens, d, backprops.shape[2]) and _can_settle(activations)
 
 
 def gram_is_cheaper(tokens: int, d: int, p: int) -> bool:
@@ -200,35 +244,64 @@ def gram_norm_sq(activations: Tensor, backprops: Tensor) -> Tensor:
 
     Samples whose terms cancel are computed by :func:`width_norm_sq`.
     """
-    batch, tokens, _ = activations.shape
-    step = max(1, min(CHUNK_ELEMENTS // (batch * tokens), GRAM_ROWS))
-    a_t, g_t = activations.transpose(1, 2), backprops.transpose(1, 2)
-    parts: list[Tensor] = []  # [2, B, S] each: sums of the terms, and of their absolute values
-    for start in range(0, tokens, step):
-        rows = slice(start, start + step)
-        left = wide_bmm(activations[:, rows], a_t[:, :, start:])
-        right = wide_bmm(backprops[:, rows], g_t[:, :, start:])
-        # Both are symmetric: what is beyond the square of these rows counts twice.
-        parts.append(_of_products(left, right, once=left.shape[1]))
-    total = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-    return _settle(activations, backprops, total)
+    return gram_norms_sq([(activations, backprops)])[0]
 
 
-def _of_products(left: Tensor, right: Tensor, once: int) -> Tensor:
-    """``[B, t, s]`` twice -> ``[2, B, S]``: parts of sums of terms, and of absolute values.
+def gram_norms_sq(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """:func:`gram_norm_sq` of L layers of one B, T and dtype, in few launches.
 
     Args:
-        left: Overwritten.
-        right: A term is a product of its elements with those of ``left``.
+        pairs: Activations and backprops; those with the same activations are neighbours.
+    """
+    batch, tokens, _ = pairs[0][0].shape
+    step = max(1, min(CHUNK_ELEMENTS // (len(pairs) * batch * tokens), GRAM_ROWS))
+    starts = [same[0] for same in by_input(pairs)]
+    inputs = [bisect.bisect(starts, place) - 1 for place in range(len(pairs))]
+    first, second = [pairs[place][0] for place in starts], [g for _, g in pairs]
+    parts: list[Tensor] = []  # [2, L, B, S] each: sums of the terms, and of their absolute values
+    for start in range(0, tokens, step):
+        left, right = _gram_rows(first, start, step), _gram_rows(second, start, step)
+        # Both are symmetric: what is beyond the square of these rows counts twice.
+        parts.append(_of_products(left, right, inputs, once=left.shape[2]))
+    return _settle(pairs, parts[0] if len(parts) == 1 else torch.cat(parts, 3))
+
+
+def _most_stacked(batch: int, tokens: int) -> int:
+    """Layers whose Gram matrices, two of each, are formed at once."""
+    from_memory = CHUNK_ELEMENTS // (2 * batch * tokens * min(tokens, GRAM_ROWS))
+    return max(1, min(from_memory, MOST_STACKED))
+
+
+def _gram_rows(tensors: Sequence[Tensor], start: int, step: int) -> Tensor:
+    """``[n, B, t, s]``: some rows of ``X X^T`` of each ``[B, T, d]``, from the diagonal on."""
+    batch, tokens, _ = tensors[0].shape
+    rows = min(step, tokens - start)
+    dtype = wide_dtype(tensors[0])
+    grams = tensors[0].new_empty(len(tensors), batch, rows, tokens - start, dtype=dtype)
+    for x, gram in zip(tensors, grams.unbind(), strict=True):
+        rest = x if start == 0 else x[:, start:]
+        wide_bmm(rest if step >= rest.shape[1] else rest[:, :step], rest.transpose(1, 2), out=gram)
+    return grams
+
+
+def _of_products(left: Tensor, right: Tensor, inputs: Sequence[int], once: int) -> Tensor:
+    """``[2, L, B, S]``: parts of each layer's sums of terms, and of absolute values.
+
+    Args:
+        left: ``[I, B, t, s]``.
+        right: ``[L, B, t, s]``, overwritten; a term is a product of its elements with those of the
+            layer's ``left``.
+        inputs: The place in ``left`` of each layer.
         once: Columns that count once; the others count twice.
     """
     if left.is_cuda and left.dtype == torch.float32:
         from opacus.core.kernels.norms import terms_triton
 
-        return terms_triton.sums_and_sizes(left, right, once)
-    left *= right
-    left[:, :, once:] *= 2
-    return sums_and_sizes(left)[..., None]
+        return terms_triton.sums_and_sizes(left, right, inputs, once)
+    for place, terms in zip(inputs, right.unbind(), strict=True):
+        terms *= left[place]
+    right[..., once:] *= 2
+    return sums_and_sizes(right.flatten(0, 1)).view(2, *right.shape[:2], 1)
 
 
 def sums_and_sizes(terms: Tensor) -> Tensor:
@@ -239,25 +312,29 @@ def sums_and_sizes(terms: Tensor) -> Tensor:
     return both
 
 
-def _settle(activations: Tensor, backprops: Tensor, total: Tensor) -> Tensor:
+def _settle(pairs: Sequence[tuple[Tensor, Tensor]], total: Tensor) -> list[Tensor]:
     """The norms by Gram matrices where they can be trusted, the others computed directly.
 
     Args:
-        activations: ``[B, T, d]``.
-        backprops: ``[B, T, p]``.
-        total: ``[2, B, S]``: parts of the sums of the products of both Gram matrices' elements,
+        pairs: Activations ``[B, T, d]`` and backprops ``[B, T, p]`` of L layers.
+        total: ``[2, L, B, S]``: parts of the sums of the products of both Gram matrices' elements,
             and of their absolute values.
     """
-    if activations.is_cuda:
+    if total.is_cuda:
         from opacus.core.kernels.norms import direct
 
-        return direct.settle(activations, backprops, None, total)
-    norms, size = total.sum(2)
+        return direct.settle_all(pairs, total)
+    norms, size = total.sum(3)
     doubtful = ~(norms > TRUSTED * size)  # what is zero or not finite, too
+    results = list(norms.unbind())
     if not bool(doubtful.any()):
-        return norms
-    samples = doubtful.nonzero().squeeze(1)
-    return norms.index_copy(0, samples, width_norm_sq(activations[samples], backprops[samples]))
+        return results
+    for place, (a, g) in enumerate(pairs):
+        samples = doubtful[place].nonzero().squeeze(1)
+        if len(samples):
+            mended = width_norm_sq(a[samples], g[samples])
+            results[place] = results[place].index_copy(0, samples, mended)
+    return results
 
 
 def _can_settle(activations: Tensor) -> bool:
@@ -311,12 +388,12 @@ def distinct_pairs(rows: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     return slots, owners
 
 
-def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
+def wide_bmm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched product with an fp32 result (fp64 for fp64) and no half-precision rounding."""
     device = left.device.type
     if torch.is_autocast_enabled(device):  # the backward pass may run under it
         with torch.autocast(device, enabled=False):
-            return wide_bmm(left, right)
+            return wide_bmm(left, right, out)
     if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(widen(left), widen(right))
+        return torch.bmm(left, right, out_dtype=torch.float32, out=out)
+    return torch.bmm(widen(left), widen(right), out=out)

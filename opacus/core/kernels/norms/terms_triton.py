@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -16,47 +17,60 @@ from opacus.core.kernels.host.launch import Variant
 # Elements that are handled at once, and how often a program does.
 BLOCK = 2048
 LOOPS = 8
+# Most layers of one launch: so many bits of an int32 say where inputs begin.
+MOST_LAYERS = 30
 
 
-@triton.jit(do_not_specialize=["columns", "once"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["batch", "columns", "once", "starts"]
+)
 def _kernel(  # type: ignore[no-untyped-def]
-    left, right, sums, sizes, size, columns, once,
+    left, right, sums, sizes, size, batch, columns, once, starts,
     TWICE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """A part of one sample's terms, ``[slots, B]``. TWICE: some columns count twice."""
-    slot, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """A part of one sample's terms, ``[slots, B, layers]``. TWICE: some columns count twice."""
+    slot, sample, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared = sample.to(tl.int64)
+    for other in range(1, layer + 1):
+        shared += ((starts >> other) & 1) * batch
+    own = layer.to(tl.int64) * batch + sample
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     absolute = tl.zeros((BLOCK,), dtype=tl.float32)
     for loop in range(LOOPS):
         places = (slot * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
         inside = places < size
-        term = tl.load(left + sample * size + places, mask=inside, other=0.0)
-        term *= tl.load(right + sample * size + places, mask=inside, other=0.0)
+        term = tl.load(left + shared * size + places, mask=inside, other=0.0)
+        term *= tl.load(right + own * size + places, mask=inside, other=0.0)
         if TWICE:
             term = tl.where(places % columns < once, term, 2.0 * term)
         total += term
         absolute += tl.abs(term)
-    place = sample * tl.num_programs(0) + slot
+    place = own * tl.num_programs(0) + slot
     tl.store(sums + place, tl.sum(total, 0))
     tl.store(sizes + place, tl.sum(absolute, 0))
 
 
-def sums_and_sizes(left: Tensor, right: Tensor, once: int) -> Tensor:
-    """Parts of the sums of each sample's terms, and of their absolute values.
+def sums_and_sizes(left: Tensor, right: Tensor, inputs: Sequence[int], once: int) -> Tensor:
+    """Parts of the sums of each sample's terms, and of their absolute values; of several layers.
 
     Args:
-        left: ``[B, t, s]``, fp32, contiguous, less than 2^31 elements a sample; not empty.
-        right: The same; the terms are its elements times those of ``left``.
+        left: ``[I, B, t, s]``, fp32, contiguous, less than 2^31 elements a sample; not empty.
+        right: ``[L, B, t, s]``, the same; the terms are its elements times those of ``left``.
+        inputs: Which of ``left`` belongs to each layer, at most :data:`MOST_LAYERS`: each is that
+            of the layer before or the next one.
         once: Columns that count once; the others count twice.
 
     Returns:
-        ``[2, B, S]``.
+        ``[2, L, B, S]``.
     """
-    batch, rows, columns = left.shape
+    layers, batch, rows, columns = right.shape
     size = rows * columns
     slots = operands.parts(size, BLOCK * LOOPS)
-    both = operands.blank((2, batch, slots), left.device)
-    _variant(once < columns)((slots, batch), left, right, *both.unbind(), size, columns, once)
+    both = operands.blank((2, layers, batch, slots), left.device)
+    starts = sum((inputs[i] - inputs[i - 1]) << i for i in range(1, layers))  # a bit for each layer
+    _variant(once < columns)(
+        (slots, batch, layers), left, right, *both.unbind(), size, batch, columns, once, starts
+    )
     return both
 
 

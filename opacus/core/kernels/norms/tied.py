@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm, widen
+from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm, wide_dtype
 
 
 class Heads(NamedTuple):
@@ -38,8 +38,9 @@ def sums_of(head: Heads, lookups: Tensor, table_norm_sq: Tensor) -> Tensor:
         table_norm_sq: ``[B]``, squared norm of E.
     """
     a = head.inputs
-    if a.dtype != lookups.dtype:
-        a, lookups = widen(a), widen(lookups)
+    if a.dtype != lookups.dtype:  # autocast rounds what the layer is given, and not the table's
+        wide = torch.promote_types(wide_dtype(a), wide_dtype(lookups))
+        a, lookups = a.to(wide), lookups.to(wide)
     terms = wide_bmm(a, lookups.transpose(1, 2))  # [B, T, S]
     terms *= head.looked_up
     return head.sums + torch.stack([table_norm_sq] * 2) + 2 * sums_and_sizes(terms)

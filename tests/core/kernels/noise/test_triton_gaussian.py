@@ -129,3 +129,18 @@ def test_sums_lie_on_a_grid(secure: bool) -> None:
     gaussian_triton.launch(3.0, [draw], 2, grid_of(3.0), secure=secure)
     steps = (draw.target / grid_of(3.0)).double()
     assert torch.equal(steps, steps.round()) and 2.9 < draw.target.std() < 3.1
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
+def test_the_sum_with_its_noise_is_divided(target: torch.dtype) -> None:
+    """After it has been put on the grid, and before it is rounded to half precision."""
+    total, divisor = torch.linspace(-40, 40, 5000, device=DEVICE), 24.0
+    for launch, source in ((gaussian_triton.launch, total), (add, total.cpu())):
+        whole_, result = torch.empty_like(source), torch.empty_like(source, dtype=target)
+        launch(3.0, [Draw(source, whole_, whole(5000), KEY)], 2, grid_of(3.0))
+        launch(3.0, [Draw(source, result, whole(5000), KEY)], 2, grid_of(3.0), divisor=divisor)
+        want = (whole_ / divisor).to(target)
+        torch.testing.assert_close(result, want, rtol=torch.finfo(target).eps, atol=0)
+        assert (whole_ - source).std() > 2.9
+    # The definition rounds to half precision once; the interpreter of kernels cuts off.
+    assert torch.equal(result, want)

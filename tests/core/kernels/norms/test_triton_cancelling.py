@@ -95,20 +95,36 @@ def test_what_is_not_finite_stays_so() -> None:
     assert gram.norm_sq(a, g).isfinite().tolist() == [True, False, False, True]
 
 
-def test_sums_of_terms_are_their_definition(monkeypatch) -> None:
+# Of each layer, its input: layers with one input are neighbours.
+INPUTS = [[0], [0, 0, 1, 2, 2, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("inputs", INPUTS, ids=str)
+def test_sums_of_terms_are_their_definition(monkeypatch, inputs) -> None:
     monkeypatch.setattr(terms_triton, "BLOCK", 64)
     terms_triton._variant.cache_clear()
     for shape, once in (((3, 10, 37), 10), ((2, 30, 30), 30), ((1, 1, 5), 2)):
-        left, right = draw(*shape), draw(*shape)
-        terms = left.double() * right.double()
-        terms[:, :, once:] *= 2
-        got = terms_triton.sums_and_sizes(left, right, once)
-        assert got.shape[2] == -(-left[0].numel() // 512)
-        torch.testing.assert_close(got[0].sum(1).double(), terms.sum((1, 2)), rtol=0, atol=1e-4)
-        torch.testing.assert_close(got[1].sum(1).double(), terms.abs().sum((1, 2)))
-    left[0, 0, 4] = float("nan")
-    assert terms_triton.sums_and_sizes(left, right, once).isnan().all()
+        left, right = draw(inputs[-1] + 1, *shape), draw(len(inputs), *shape)
+        terms = left[inputs].double() * right.double()
+        terms[..., once:] *= 2
+        got = terms_triton.sums_and_sizes(left, right, inputs, once)
+        assert got.shape == (2, len(inputs), shape[0], -(-left[0, 0].numel() // 512))
+        torch.testing.assert_close(got[0].sum(2).double(), terms.sum((2, 3)), rtol=0, atol=1e-4)
+        torch.testing.assert_close(got[1].sum(2).double(), terms.abs().sum((2, 3)))
+    left[-1, 0, 0, 4] = float("nan")
+    touched = [place == inputs[-1] for place in inputs]
+    got = terms_triton.sums_and_sizes(left, right, inputs, once)
+    assert got.isnan()[0, :, 0, 0].tolist() == touched
     terms_triton._variant.cache_clear()
+
+
+def test_as_many_layers_as_a_launch_takes() -> None:
+    most = terms_triton.MOST_LAYERS
+    assert most == reference.MOST_STACKED
+    left, right = draw(most, 2, 3, 3), draw(most, 2, 3, 3)
+    got = terms_triton.sums_and_sizes(left, right, range(most), 3)
+    want = (left.double() * right.double()).sum((2, 3))
+    torch.testing.assert_close(got[0, :, :, 0].double(), want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
@@ -118,8 +134,14 @@ def test_the_reference_on_a_gpu(monkeypatch) -> None:
         a, g = case(KINDS[0], (3, 16, 512, 512), dtype)
         assert reference.gram_is_cheaper(16, 512, 512)
         check(reference.product_norm_sq(a, g), a, g)
-    monkeypatch.setattr(reference, "GRAM_ROWS", 6)  # several parts
-    check(reference.gram_norm_sq(a, g), a, g)
+    several = [case(KINDS[i % 2], (3, 16, d, 512), dtype) for i, d in enumerate((512, 256, 264))]
+    several.insert(1, (several[0][0], 2 * several[0][1]))  # of one input
+    monkeypatch.setattr(reference, "gram_is_cheaper", lambda *_: True)
+    for rows in (512, 6):  # all rows at once, and several parts
+        monkeypatch.setattr(reference, "GRAM_ROWS", rows)
+        check(reference.gram_norm_sq(a, g), a, g)
+        for got, own in zip(reference.products_norm_sq(several), several, strict=True):
+            check(got, *own)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
