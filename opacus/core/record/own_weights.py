@@ -77,7 +77,8 @@ def units_may_own(device: torch.device) -> bool:
 def own_weights(owned: Owned) -> None:
     """From now on these layers run with their ``[B, d, p]``; see :func:`disown_weights`."""
     for module, weights in owned:
-        call_instead(module, functools.partial(_run, weights, module))
+        weight = module._parameters["weight"]
+        call_instead(module, functools.partial(_run, weights, weight, module))
 
 
 def disown_weights(owned: Owned) -> None:
@@ -85,12 +86,17 @@ def disown_weights(owned: Owned) -> None:
     calls_themselves([module for module, _ in owned])
 
 
-def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(weights: Tensor, weight: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer whose ``weight`` the ``weights`` are views of, if they still are."""
     x = args[0] if len(args) == 1 and not kwargs else None
-    if type(x) is Tensor and x.dtype is weights.dtype and not packs_saved_tensors():
-        dims = x.dim()
-        if dims == 3 and x.shape[0] == weights.shape[0]:
-            return torch.bmm(x, weights)
-        if dims > 3 and x.shape[0] == weights.shape[0]:
-            return torch.bmm(x.flatten(1, -2), weights).unflatten(1, x.shape[1:-1])
+    if (
+        type(x) is Tensor
+        and x.dtype is weights.dtype
+        and x.dim() == 3
+        and x.shape[0] == weights.shape[0]
+        and module._parameters["weight"] is weight
+        and weight.data_ptr() == weights.data_ptr()
+        and not packs_saved_tensors()
+    ):
+        return torch.bmm(x, weights)
     return module._call_impl(*args, **kwargs)  # with its hooks
