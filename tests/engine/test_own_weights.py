@@ -26,7 +26,7 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     for module, name in [
         (opacus.core.sums.choice, "KEEP_PASSES"),
         (opacus.core.sums.choice, "STORE_PASSES"),
-        (opacus.core.record.own_weights, "OWN_WEIGHT_TOKENS"),
+        (opacus.core.record.taps, "OWN_WEIGHT_TOKENS"),
     ]:
         monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
     prefer("store")

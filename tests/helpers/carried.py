@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import opacus.core.record.own_weights
+import opacus.core.record.taps
 import opacus.core.sums.choice
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
@@ -143,4 +143,4 @@ def prefer(what: str) -> None:
     """Let the planner ``"store"`` or ``"keep"`` all layers where both are possible."""
     opacus.core.sums.choice.KEEP_PASSES = 10**9 if what == "store" else 2
     opacus.core.sums.choice.STORE_PASSES = 10**9 if what == "keep" else 3
-    opacus.core.record.own_weights.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here
+    opacus.core.record.taps.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here

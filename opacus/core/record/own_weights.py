@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS, OWN_WEIGHT_WIDTH
+from opacus.core.platform.sizes import OWN_WEIGHT_WIDTH
 from opacus.core.platform.torch_internals import (
     call_instead,
     calls_themselves,
@@ -31,11 +31,6 @@ from opacus.core.record.layers import Layer
 
 # Layers, and the weights of each for all samples.
 Owned = list[tuple[nn.Module, Tensor]]
-
-
-def tokens_suffice(x: Tensor, output: Tensor) -> bool:
-    """Whether a product of each sample's rows takes no longer than one of all rows."""
-    return x.dim() == output.dim() == 3 and x.shape[1] >= OWN_WEIGHT_TOKENS
 
 
 def can_own(layer: Layer) -> bool:
