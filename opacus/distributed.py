@@ -10,7 +10,13 @@ from torch import nn
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients of all parameters over the ranks."""
+    """Average the gradients of all parameters over the ranks, in place.
+
+    Not for private training, whose optimizers sum clipped gradients themselves.
+
+    Args:
+        model: Each rank's replica, after its own backward pass.
+    """
     world_size = dist.get_world_size()
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -43,9 +43,14 @@ class EngineAccounting:
         return StepCounter(lambda: self.accountant, sample_rate, sampling)
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far.
+        """Epsilon spent so far, by all steps of all optimizers that this engine made private.
+
+        0 before the first step, infinity after a step without noise.
 
         Args:
-            delta: Delta, in (0, 1).
+            delta: Delta, in (0, 1), usually below 1 / size of the data set.
+
+        Raises:
+            ValueError: Delta is not in (0, 1).
         """
         return self.accountant.get_epsilon(delta)

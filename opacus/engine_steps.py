@@ -68,7 +68,7 @@ class EngineSteps(EngineCheckpoints):
     dataset: Dataset[Any] | None
 
     def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any) -> None:
-        """Check that a model can be private.
+        """Check that a model can be private; ``optimizer`` and ``data_loader`` are not looked at.
 
         Raises:
             UnsupportedModuleError: It names the layers and says what to replace them with.

@@ -33,7 +33,7 @@ class Plan:
         sampling: Further properties of the sampling, ``None`` for plain Poisson sampling.
         max_batch_size: Items that batches have room for; ``None``: any number.
         privacy_unit: Name of the tensor that says whose each row is; ``None``: rows are samples.
-        clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
+        clipping: ``"flat"``, ``"normalised"``, ``"psac"``, ``"per_layer"`` or ``"adaptive"``.
         max_grad_norm: Clipping norm C, or one for each parameter.
         noise_multiplier: Deviation of the noise in units of C.
         correlated_noise: How the noise of steps is correlated; ``None``: it is independent.

@@ -101,7 +101,8 @@ class PrivacyEngine(EngineSteps):
             criterion: Loss function; used in ghost modes, where it is wrapped.
             data_loader: Loader of the private data set.
             noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
-            max_grad_norm: Clipping norm C of per-sample gradients.
+            max_grad_norm: Clipping norm C of per-sample gradients; with ``clipping="per_layer"``
+                one for each trainable parameter.
             batch_first: Whether activations have the batch in dimension 0.
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
@@ -109,7 +110,9 @@ class PrivacyEngine(EngineSteps):
                 ``"adaptive"``; see ``get_optimizer_class``.
             noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
                 knows the seed knows the noise. Not with ``secure_mode``.
-            grad_sample_mode: ``"hooks"``, ``"ghost"``, ``"ghost_fsdp"``, ...; ``"auto"`` chooses.
+            grad_sample_mode: How per-sample gradients are clipped: ``"hooks"`` holds them,
+                ``"ghost"`` and ``"ghost_bk"`` do not, ``"ghost_fsdp_bk"`` is for FSDP2, ...;
+                ``"auto"`` chooses. ``docs/modes.md`` has all.
             wrap_model: Return a wrapper (``True``), or the hooks object.
             rand_on_empty: See :class:`~opacus.data_loader.DPDataLoader`.
             data_layout: With FSDP2, whether ranks hold different samples (``"sharded"``, for
@@ -150,6 +153,7 @@ class PrivacyEngine(EngineSteps):
             data_loader)`` in ghost modes and ``"auto"``: the loss must come from that criterion.
 
         Raises:
+            TypeError: An unknown keyword, or a number that is none.
             ValueError: An argument is out of range, or does not fit the others.
             UnsupportedModuleError: The model has layers that cannot be private.
         """
@@ -218,9 +222,17 @@ class PrivacyEngine(EngineSteps):
         """Like :meth:`make_private`, with the noise that a privacy budget asks for.
 
         Args:
-            target_epsilon: Epsilon after ``epochs`` epochs; not exceeded.
-            target_delta: Delta of the guarantee.
-            epochs: Number of epochs that will be trained. Others: see :meth:`make_private`.
+            target_epsilon: Epsilon after ``epochs`` epochs; not exceeded. What the engine has
+                spent before is not in it, of which a warning tells.
+            target_delta: Delta of the guarantee, in (0, 1), usually below 1 / size of the data set.
+            epochs: Number of epochs that will be trained; each further one spends more. Others:
+                see :meth:`make_private`.
+
+        Returns:
+            See :meth:`make_private`; ``optimizer.noise_multiplier`` is the noise that was found.
+
+        Raises:
+            ValueError: No noise meets the budget, or see :meth:`make_private`.
         """
         if len(self.accountant) > 0:
             warnings.warn(
@@ -268,7 +280,7 @@ class PrivacyEngine(EngineSteps):
     def is_compatible(
         self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: Any
     ) -> bool:
-        """Whether :meth:`validate` finds nothing wrong."""
+        """Whether :meth:`validate` finds nothing wrong with ``module``, the only one looked at."""
         return ModuleValidator.is_valid(module)
 
     @classmethod

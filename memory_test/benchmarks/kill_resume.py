@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import signal
@@ -31,30 +30,33 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import torch
-from transformers import TrainerCallback
 
+from memory_test.benchmarks.smollm2_reviews import (
+    CUDA,
+    WARM,
+    adapters,
+    at_once,
+    option_parser,
+    plain,
+    reviews,
+    settings,
+)
+from memory_test.benchmarks.trainer_steps import Clock
 from memory_test.common.schema import head, versions
 
-HELD_OUT, LONGEST = 256, 64  # reviews, tokens
-WARM = 3  # steps that are not timed
-CUDA = torch.cuda.is_available()
+HELD_OUT, LONGEST, RANK = 256, 64, 16  # reviews, tokens, of the adapters
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """All runs, or, with ``--kind``, one process of one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--model", required=True)
     add("--output", type=Path)
     add("--cards", type=int, default=2)
     add("--resume-on", type=int, nargs="*", default=[2, 1], metavar="CARDS")
     add("--steps", type=int, default=16)
     add("--save", type=int, default=5, help="a checkpoint every so many steps")
     add("--kill", type=int, default=8, help="after so many steps")
-    add("--batch", type=int, default=512, help="expected reviews a step")
-    add("--rows", type=int, help="reviews to train on; default: all")
     add("--epsilon", type=float, default=8.0)
     add("--seconds", type=float, default=60.0, help="limit of a run")
     add("--kind", help="plain, killed or resumed")
@@ -117,41 +119,27 @@ def started(args: argparse.Namespace, kind: str, cards: int, folder: Path) -> di
     }  # fmt: skip
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]
+class Watch(Clock):
     """Times steps; kills the last rank after ``kill`` of them."""
 
     def __init__(self, kill: int | None, folder: Path) -> None:
-        self.ms: list[float] = []
+        super().__init__()
         self.kill, self.folder = kill, folder
-        self._start = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """A step starts; or its rank dies."""
         if state.global_step == self.kill and args.process_index == args.world_size - 1:
             (self.folder / "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        self._start = now()
-
-    def on_step_end(self, *args: Any, **more: Any) -> None:
-        """It ends."""
-        self.ms.append((now() - self._start) * 1e3)
-
-
-def now() -> float:
-    """Seconds, when the card is done."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        super().on_step_begin(args, state, control, **more)
 
 
 def one_run(args: argparse.Namespace) -> None:
     """One rank of a run; rank 0 writes ``found.json``."""
-    from peft import LoraConfig
     from text_data import load_text
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 
-    from memory_test.benchmarks.smollm2_reviews import plain, reviews
     from opacus.integrations.transformers import DPArguments, DPSFTTrainer
 
     private = args.kind != "plain"
@@ -165,13 +153,11 @@ def one_run(args: argparse.Namespace) -> None:
         )
     trainer = (DPSFTTrainer if private else SFTTrainer)(
         model=plain(args.model),
-        args=settings(args, private),
+        args=config(args, private),
         train_dataset=read.select(range(cut)),
         eval_dataset=read.select(range(cut, len(read))),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="right"),
-        peft_config=LoraConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
+        peft_config=adapters(RANK),
         callbacks=[watch],
         **more,
     )
@@ -181,32 +167,27 @@ def one_run(args: argparse.Namespace) -> None:
         (args.folder / "found.json").write_text(json.dumps(found))
 
 
-def settings(args: argparse.Namespace, private: bool) -> Any:
+def config(args: argparse.Namespace, private: bool) -> Any:
     """Those of the trainer."""
     from trl import SFTConfig
 
     share = args.batch // int(os.environ["WORLD_SIZE"])
     return SFTConfig(
         str(args.folder),
-        per_device_train_batch_size=share + 3 * math.isqrt(share) if private else share,
+        per_device_train_batch_size=at_once(share, private),
         per_device_eval_batch_size=64,
         max_steps=args.steps,
         learning_rate=4e-3,
-        lr_scheduler_type="constant",
         max_length=LONGEST,
-        bf16=CUDA,
-        gradient_checkpointing=False,
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=args.save,
         eval_on_start=True,
         save_strategy="steps",
         save_steps=args.save,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not CUDA,
         fsdp=True,
         fsdp_config={"version": 2},
+        **settings(),
         **({} if CUDA else {"ddp_backend": "gloo"}),
     )
 
@@ -235,7 +216,7 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     """The result file."""
     card = torch.cuda.get_device_name() if CUDA else ""
     what = (
-        f"SmolLM2-135M-Instruct through DPSFTTrainer, FSDP2, LoRA rank 16, {args.batch} film "
+        f"SmolLM2-135M-Instruct through DPSFTTrainer, FSDP2, LoRA rank {RANK}, {args.batch} film "
         f"reviews expected a step of at most {LONGEST} tokens, AdamW, delta 1e-05: the last of "
         f"{args.cards} ranks is killed after {args.kill} steps, and the run goes on from its last "
         f"checkpoint; held_out: step and loss of {HELD_OUT} other reviews, also when a run starts: "

@@ -1,7 +1,8 @@
-"""Film reviews for SmolLM2: as examples to train on, and how well a model writes them."""
+"""Film reviews for SmolLM2: examples, options and settings of a training, how well it writes."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import sys
@@ -13,13 +14,51 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from text_data import Texts
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 PROMPTS = ("A bad film review:", "A good film review:")
 MANY = "Film reviews:"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+WARM = 3  # steps that are not timed
+
+
+def option_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all scripts have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="what examples/smollm2.py writes")
+    parser.add_argument("--batch", type=int, default=512, help="expected reviews a step")
+    parser.add_argument("--rows", type=int, help="reviews to train on; default: all")
+    return parser
+
+
+def at_once(expected: int, private: bool) -> int:
+    """Reviews in memory: Poisson draws vary, and with this room nearly each is one batch."""
+    return expected + 3 * math.isqrt(expected) if private else expected
+
+
+def settings() -> dict[str, Any]:
+    """What `SFTConfig` has in all runs."""
+    return {
+        "lr_scheduler_type": "constant",
+        "bf16": CUDA,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not CUDA,
+    }
+
+
+def adapters(rank: int) -> LoraConfig:
+    """LoRA in all linear layers."""
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
 
 
 def reviews(texts: Texts, count: int | None, join: int = 1) -> Dataset:

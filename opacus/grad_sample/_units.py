@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.privacy.draws import Names
+from opacus.core.ranks.mesh import ModelRanks, ranks_of
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample._opacus_names import OpacusNames
 
 
@@ -63,27 +64,31 @@ class NamedByUser(OpacusNames):
         if trains:
             named = named_units(key, names, tree_leaves((args, kwargs)))
             recorder.passes.name_units(named)
-            self._check_unit_ranks(key, named.names)
             if self.names is not None:
-                self.names.note(named.names)
+                self.names.note(self._of_all_ranks(key, named.names))
         return args, kwargs
 
-    def _check_unit_ranks(self, key: str, names: Tensor) -> None:
-        """Refuse a unit of which several ranks have rows: each would clip its own part.
+    def _unit_ranks(self) -> ModelRanks | None:
+        """The ranks whose rows are others; ``None`` if there are none."""
+        kinds = DistributedDataParallel | DifferentiallyPrivateDistributedDataParallel
+        copied = any(isinstance(module, kinds) for module in self._module.modules())
+        return ranks_of(self._module) if copied else None
+
+    def _of_all_ranks(self, key: str, names: Tensor) -> Tensor:
+        """The units whose rows any rank has, each once.
 
         Raises:
-            ValueError: On all ranks.
+            ValueError: On all ranks: several have rows of a unit, of which each would clip its own
+                part.
         """
-        if key in DOCUMENTS or not (dist.is_available() and dist.is_initialized()):
-            return
-        if getattr(self, "data_layout", "sharded") == "replicated":
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, names.tolist())
-        seen = Counter(name for own in everyone for name in own)
-        twice = sorted(name for name, count in seen.items() if count > 1)
-        if twice:
+        ranks = self._unit_ranks()
+        if ranks is None:
+            return names
+        everyone = ranks.gather_rows(names)
+        units, counts = everyone.unique(return_counts=True)
+        if twice := units[counts > 1].tolist():
             raise ValueError(
                 f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "
                 "clip its own part only: let all rows of a unit be on one rank"
             )
+        return everyone

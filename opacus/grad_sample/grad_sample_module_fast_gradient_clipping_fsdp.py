@@ -24,14 +24,14 @@ from opacus.core.platform.torch_internals import (
 from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
+from opacus.core.ranks.gather_order import GatherOrder
 from opacus.core.ranks.lone_units import LoneSampleOfUnits
-from opacus.core.ranks.mesh import ranks_of
+from opacus.core.ranks.mesh import ModelRanks, ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares
 from opacus.core.ranks.shards import can_reduce
-from opacus.core.ranks.unit_order import UnitOrder
 from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
@@ -135,9 +135,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self._data_check = DataCheck(replicated, self._ranks)
         handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
         self._recorder.handles.append(handle)
-        self._unit_order = UnitOrder(self._module)
+        self._gather_order = GatherOrder(self._module)
         self._recovery = Recovery(self._module, self._reductions)
-        self._recorder.handles += [*self._unit_order.handles, self._recovery.handle]
+        self._recorder.handles += [*self._gather_order.handles, self._recovery.handle]
 
     def _make_isolation(self, **how: Any) -> Isolation:
         return super()._make_isolation(ranks=self._ranks, **how)
@@ -147,6 +147,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         wide = any(p.dtype == torch.float64 for p in trainable.values())
         dtype = torch.float64 if wide else torch.float32
         return LayerShares(layers, list(trainable), self._ranks, dtype)
+
+    def _unit_ranks(self) -> ModelRanks | None:
+        return None if self.data_layout == "replicated" else self._ranks
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
@@ -313,7 +316,7 @@ class GradSampleModuleFastGradientClippingFSDP(
         try:
             return super()._run(*args, **kwargs)
         except RuntimeError as error:
-            self._unit_order.explain(error)
+            self._gather_order.explain(error)
             raise
 
 

@@ -33,12 +33,17 @@ _Classes = type[nn.Module] | Sequence[type[nn.Module]]
 def register_grad_sampler(target_class_or_classes: _Classes) -> Callable[[Sampler], Sampler]:
     """Decorator: use the function to compute per-sample gradients of these layers.
 
-    The function takes ``(layer, activations, backprops)`` with the batch first and
-    returns ``{parameter: [B, *parameter.shape]}``. ``backprops`` belong to the sum of the
-    samples' losses. Applies to models made private after the registration.
+    The function takes ``(layer, activations, backprops)``, a list of inputs ``[B, ...]`` and the
+    gradient ``[B, ...]`` of the output, and returns ``{parameter: [B, *parameter.shape]}``.
+    ``backprops`` belong to the sum of the samples' losses. Applies to models made private after
+    the registration. Wrong gradients are clipped wrongly: compare the function with one sample at a
+    time by ``opacus.utils.per_sample_gradients_utils.check_per_sample_gradients_are_correct``.
 
     Args:
         target_class_or_classes: Layer class or classes; subclasses are not included.
+
+    Raises:
+        ValueError: In the backward pass, if what it returned has another shape.
     """
 
     def register(function: Sampler) -> Sampler:

@@ -20,6 +20,7 @@ class CountedOptimizer(WrappedOptimizer):
     _privacy: PrivacyParams
     accumulated_iterations: int
     _parallelism: Single
+    _owed = False  # whether something of the step was released before the step
 
     def _start_counting(self) -> None:
         self._number = 0  # of the step's noise, where that is correlated
@@ -84,7 +85,17 @@ class CountedOptimizer(WrappedOptimizer):
         self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
 
+    def owe_step(self) -> None:
+        """Something of the step's samples is released now: it counts, also without a step."""
+        self._owed = True
+
+    def pay_owed_step(self) -> None:
+        """The step is given up: it is counted if something of it was released."""
+        if self._owed:
+            self._count_step(self._counts())
+
     def _count_step(self, counts: list[Count]) -> None:
+        self._owed = False
         for count in counts:
             count.record(self._privacy.noise_multiplier)
         if self._parallelism.correlation is not None:

@@ -81,6 +81,9 @@ class DPTensorFastGradientClipping(Tensor):
         1e-6))``. After ``scaler.scale(loss)`` norms are those of the unscaled gradients,
         and ``grad`` holds the clipped sum times the scale, for the scaler to divide.
 
+        Args:
+            retain_graph: Keep the graph, for gradients of something else.
+
         Raises:
             ValueError: A second call before ``optimizer.step()`` where gradient
                 accumulation is forbidden (Poisson sampling).

@@ -155,7 +155,9 @@ def compute_grad_samples_microbatch_and_opacus(
     grad_sample_mode: str = "hooks",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both kinds of per-sample gradients of a batch, for comparison.
+    """Both kinds of per-sample gradients of a batch, one sample at a time first, for comparison.
+
+    Arguments are those of :func:`compute_microbatch_grad_sample`, and the mode.
 
     Raises:
         RuntimeError: The batch is empty.

@@ -167,6 +167,54 @@ def test_a_model_that_goes_on_otherwise_is_found_out(use: Any, mode: str) -> Non
         compare(made, model, seed)
 
 
+def in_stages(later: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, list[str]]:
+    """A model that does something more, to its tokens, as soon as there is a stage."""
+    stages: list[str] = []
+
+    def use(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x).tanh()
+        return h + later(net, h) if stages else h
+
+    model = Net(use)
+    with torch.no_grad():
+        model.b.weight.mul_(30)
+    return model, stages
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_rows_in_a_layer_that_runs_later(mode: str) -> None:
+    """As many as there are samples: they could be theirs. It is refused, and then followed."""
+    model, stages = in_stages(lambda net, h: net.b(torch.eye(B, D).to(h.dtype)))
+    made = private(copy.deepcopy(model), mode, B)
+    made[1].isolation = None
+    for seed in range(5):
+        x, y = batch(seed)
+        x = torch.cat([x, x.flip(1)], 1)[:, :B]
+        if seed == 3:
+            stages.append("positions")
+            with pytest.raises(RuntimeError, match="layer 'b' has other rows than in an earlier"):
+                step(made, x, y)
+        want = clipped_sum(copy.deepcopy(model), x, y, list(torch.arange(B)[:, None]))
+        assert_right(step(made, x, y), want)
+
+
+def test_a_layer_that_runs_later_is_followed_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[int] = []
+    model, stages = in_stages(lambda net, h: net.b(h))
+    begin = answers.Trail.__enter__
+    monkeypatch.setattr(
+        answers.Trail, "__enter__", lambda self: (followed.append(seed), begin(self))[1]
+    )
+    made = private(copy.deepcopy(model), "ghost_bk", B)
+    made[1].isolation = None
+    for seed in range(8):
+        stages += ["more"] if seed == 4 else []
+        compare(made, model, seed)
+    assert followed == [0, 1, 5, 6]
+
+
 def test_models_that_do_not_are_followed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
     now = 0

@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "reused": {"reused": True},
     "two views": {},
     "later reused": {},
+    "checkpoints": {"checkpoints": True},
+    "checkpoints, later reused": {"checkpoints": True},
 }
 # What the planner does, and layers that are tapped in the last steps of each case: without records
 # but those of a block whose layers are used twice.
@@ -47,7 +49,13 @@ EAGER = [
 ]
 # Only blocks are compiled: what is kept of two other layers is tapped. The sum of the gradients of
 # two uses is a gradient, that of two inputs is no input.
-COMPILED = [("store", "plain", 0), ("keep", "two views", 2), ("keep", "later reused", 2 + 4)]
+COMPILED = [
+    ("store", "plain", 0),
+    ("keep", "two views", 2),
+    ("keep", "later reused", 2 + 4),
+    ("store", "checkpoints", 0),
+    ("keep", "checkpoints, later reused", 2 + 4),
+]
 
 
 class Found(NamedTuple):
@@ -68,7 +76,7 @@ def check_all(rank: int, world_size: int, compiled: bool) -> list[Found]:
         progress((what, name))
         case, seen = Case(**CASES[name], compiled=compiled), Found(name, [], [], [])
         steps = 2 if compiled else STEPS  # compiled blocks cannot be followed
-        for step in range(steps + (name == "later reused")):
+        for step in range(steps + ("later reused" in name)):
             if step == steps:  # layers that have run once until now run twice
                 case.double.blocks[1].reused = case.model.blocks[1].reused = True
             tapped.clear()

@@ -58,16 +58,29 @@ def test_two_ranks_give_the_sum_of_all_units(mode: str, named: bool) -> None:
             assert_right(got, want)
 
 
-def split_user(rank: int, _: int) -> str:
-    made = private(FSDP2Wrapper(Net(flattened)), "ghost_fsdp", 3, privacy_unit="users")
+def split_users(rank: int, _: int) -> list[str]:
+    """What is said of units with rows on two ranks: at once, or in two batches of a step."""
+    said = []
     x, y = (t[PARTS[rank]] for t in inputs())
+    model, optimizer, criterion, _ = private(
+        FSDP2Wrapper(Net(flattened)), "ghost_fsdp", 3, privacy_unit="users"
+    )
     try:
-        made[2](made[0](x, users=torch.tensor([0, 1, 2, 0, 3])[PARTS[rank]]), y).backward()
+        criterion(model(x, users=torch.tensor([0, 1, 2, 0, 3])[PARTS[rank]]), y).backward()
     except ValueError as error:
-        return str(error)
-    return "not refused"
+        said.append(str(error))
+    for number, users in enumerate(([0, 1, 2, 3, 4], [5, 6, 7, 0, 8])):
+        optimizer.signal_skip_step(number == 0)
+        optimizer.zero_grad()
+        criterion(model(x, users=torch.tensor(users)[PARTS[rank]]), y).backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 def test_a_unit_on_two_ranks_is_refused() -> None:
-    for message in run_distributed(split_user, 2):
-        assert "several ranks have rows of the units [0]" in message
+    for at_once, apart in run_distributed(split_users, 2):
+        assert "several ranks have rows of the units [0]" in at_once
+        assert "several physical batches of one step have rows of the units [0]" in apart

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import GradSampleHooks
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import deferred_from_environment
 from opacus.validators.errors import UnsupportedModuleError
 from tests.helpers.refusals import arguments, assert_untouched
@@ -83,6 +84,38 @@ def test_norms_before_the_first_backward_say_what_is_missing() -> None:
     model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost"))[0]
     with pytest.raises(AttributeError, match=r"run the criterion's loss\.backward\(\) first"):
         model.per_sample_gradient_norms  # noqa: B018
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda layer: {layer.scale: torch.ones(3, 4)},
+            r"\(3, 4\) for 'scale': it must be \(5, 4\)",
+        ),
+        (lambda layer: {layer.scale: torch.ones(5, 1)}, r"it must be \(5, 4\)"),
+        (lambda layer: {nn.Parameter(torch.ones(4)): torch.ones(5, 4)}, "does not own"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_a_registered_sampler_that_returns_something_else(
+    mode: str, returned: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GradSampleHooks.GRAD_SAMPLERS, Scaled, lambda layer, *_: returned(layer))
+    model = nn.Sequential(Scaled(), nn.Linear(4, 2))
+    made = PrivacyEngine().make_private(**arguments(module=model, grad_sample_mode=mode))
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match=message):
+        criterion(made[0](torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
 
 
 def test_optimizer_of_another_model() -> None:

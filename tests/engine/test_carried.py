@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import opacus.core.record.taps
 import opacus.core.sums.choice
-from tests.helpers.carried import ROWS, STEPS, Case, batch
-from tests.helpers.lone_sample import no_gradient
+from tests.helpers import oracle
+from tests.helpers.carried import ROWS, STEPS, Case, batch, wanted
+from tests.helpers.lone_sample import C, no_gradient
 
 ONE = functools.partial(Case, mode="ghost_bk")
 
@@ -100,3 +101,21 @@ def test_other_rows_frozen_layers_and_failed_passes() -> None:
     with torch.no_grad():
         case.module(batch(ROWS, 5)[0])
     assert case.error(0, 1, 8) < 2e-5 and not case.records
+
+
+@pytest.mark.parametrize("what", ["store", "keep"])
+def test_a_loss_of_one_call_while_another_waits(what: str, monkeypatch) -> None:
+    """Layers are then used twice as far as is known: their records wait, to the end."""
+    monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 10**9 if what == "store" else 2)
+    monkeypatch.setattr(opacus.core.sums.choice, "STORE_PASSES", 3 if what == "store" else 10**9)
+    case = ONE()
+    x, y = batch(7, 3)
+    sums, norms = wanted(case.double, x, y)
+    loss = case.loss(case.module(x), y)
+    later = case.module(x[:5])
+    loss.backward()
+    got = case.module.per_sample_gradient_norms.double()
+    assert (norms > 2 * C).all() and oracle.relative_error(got, norms) < 1e-5
+    held = [p.grad for p in case.model.parameters() if p.requires_grad]
+    assert max(oracle.relative_error(g.double(), s) for g, s in zip(held, sums, strict=True)) < 2e-5
+    del later

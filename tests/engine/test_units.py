@@ -148,6 +148,25 @@ def test_a_unit_is_in_one_physical_batch_of_a_step(mode: str) -> None:
         criterion(model(x[2:], users=USERS[2:]), y[2:]).backward()
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_losses_of_different_units_are_not_added(mode: str) -> None:
+    """Those of other rows of the same units are."""
+    made = private(Net(flattened), mode, 3, privacy_unit="users")
+    model, optimizer, criterion, _ = made
+    x, y = inputs()
+
+    def backward(*batches: list[int]) -> None:
+        optimizer.zero_grad()
+        sum(criterion(model(x[rows], users=USERS[rows]), y[rows]) for rows in batches).backward()
+
+    with pytest.raises(ValueError, match="rows of different units"):
+        backward([0, 1], [2, 3])
+    backward([0, 1], [2, 4])
+    optimizer.step()
+    members = [torch.tensor([1, 4]), torch.tensor([0, 2])]
+    assert_right([p.grad for p in optimizer.params], clipped_sum(Net(flattened), x, y, members))
+
+
 class Tokens(nn.Module):
     """A token at a time, as far as the units are concerned."""
 

@@ -83,6 +83,42 @@ def test_adaptive_clipping_over_physical_batches(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", GHOST)
+def test_a_count_without_a_step_is_accounted_for(mode: str) -> None:
+    """C has moved by what the batch has shown: dropped, failed or refused, it has cost privacy."""
+    engine = PrivacyEngineAdaptiveClipping()
+    model, optimizer, criterion, _ = private(
+        build(), mode, engine, noise_multiplier=0.1, min_clipbound=1e-3
+    )
+    inputs, targets = batch()
+
+    def backward() -> float:
+        criterion(model(inputs), targets).backward()
+        return float(optimizer.max_grad_norm)
+
+    steps = engine.accountant.__len__
+    assert backward() != CLIP and steps() == 0
+    optimizer.step()
+    optimizer.zero_grad()
+    assert steps() == 1
+    backward()
+    optimizer.zero_grad()  # dropped
+    optimizer.zero_grad()
+    assert steps() == 2
+    backward()
+    optimizer.reset_accumulation()
+    assert steps() == 3
+    optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model._strategy), "sum_pass", lambda *args, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward()
+    assert steps() == 4
+    backward()
+    optimizer.step()
+    assert steps() == 5
+
+
+@pytest.mark.parametrize("mode", GHOST)
 @pytest.mark.parametrize("same_loss", [True, False])
 def test_samples_are_summed_once(mode: str, same_loss: bool) -> None:
     inputs, targets = batch()

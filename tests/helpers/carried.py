@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import opacus.core.record.taps
 import opacus.core.sums.choice
@@ -46,8 +47,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, reused: bool = False) -> None:
+    def __init__(self, reused: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.stem = nn.Linear(4, 8)
         self.blocks = nn.ModuleList([Block(False), Block(reused)])
         self.head = nn.Linear(8, 3)
@@ -55,7 +57,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         output: Tensor = self.head(x.mean(1))
         return output
 
@@ -91,11 +93,12 @@ class Case:
         self,
         reused: bool = False,
         compiled: bool = False,
+        checkpoints: bool = False,
         mode: str = "ghost_fsdp_bk",
         **how: Any,
     ) -> None:
         torch.manual_seed(5)
-        net = Net(reused)
+        net = Net(reused, checkpoints)
         self.double = Net(reused).double()
         self.double.load_state_dict(net.state_dict())
         for block in net.blocks if compiled else ():

@@ -193,16 +193,17 @@ class NormLedger:
 
     def finish(self) -> dict[str, Tensor]:
         """Squared norms ``[B]`` (fp32 or fp64) by parameter name; forgets the records."""
-        self._measure_held()
         if self._queue.records:
             waiting = self._queue.empty()
             for record in waiting:  # a layer's gradients are formed in all uses, or in none
                 if record.spec.name in self.kept.layers:
                     self.kept.form(record)
             Together(self).settle([r for r in waiting if r.spec.name not in self.kept.layers])
+        self.measure_held()  # also what came out of the queue
         left = [owner for owner in self.kept.formed if owner not in self.norms.by_owner]
         for owner, norm_sq in self.kept.squares(left).items():
             self.norms.add(owner, norm_sq)
+        _check_measured(self.kept.held, self.norms.by_owner)
         return self.norms.by_owner
 
     def hold(self, records: Sequence[Record]) -> None:
@@ -240,14 +241,14 @@ class NormLedger:
         if now:
             Together(self).measure(now)
         if len(self._unmeasured) >= MEASURED_TOGETHER:
-            self._measure_held()
+            self.measure_held()
         visit = planner.leaving() if limited else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
                 self.norms.add(owner, norm_sq)
 
-    def _measure_held(self) -> None:
-        """Norms of the layers that have waited though they are held for the sum."""
+    def measure_held(self) -> None:
+        """Norms of the layers that wait though they are held for the sum; no more come."""
         held, self._unmeasured = self._unmeasured, []
         if held:
             self.norms.measure(held)
@@ -259,6 +260,17 @@ class NormLedger:
             self.kept.form(record)
             self.norms.layers.add(record.spec.name)
         return formed
+
+
+def _check_measured(held: Iterable[Record], norm_sq: Mapping[str, Tensor]) -> None:
+    """Nothing may be summed that was not measured."""
+    for record in held:
+        for name in record.spec.params:
+            if record.layer.owners[name] not in norm_sq:
+                raise RuntimeError(
+                    f"{record.spec} was not measured, though it is to be summed. Nothing of this "
+                    "batch was added to the model; please report this"
+                )
 
 
 def _left_to_a_replay(ledger: NormLedger, planner: Storage, record: Record) -> bool:

@@ -6,6 +6,9 @@ import torch
 
 from opacus.core.platform.sizes import FREE_MEMORY_MARGIN
 
+# Steps after which the driver is asked again in any case.
+ASKED_EVERY = 16
+
 
 def in_use(device: torch.device | None = None) -> int:
     """Bytes that tensors of this process have now."""
@@ -19,14 +22,41 @@ def free_memory(device: torch.device) -> int:
 
 def most_in_use(device: torch.device) -> int:
     """Bytes that tensors of this process may have: all that they can get, less a margin."""
-    used, free = _used_and_free(device)
+    return _most(device, *_used_and_free(device))
+
+
+class Card:
+    """:func:`most_in_use` for each step: the driver takes milliseconds to say what is free.
+
+    It is asked when torch has taken memory from the card or given some back, and else now and then:
+    another process may have.
+    """
+
+    def __init__(self) -> None:
+        self._reserved, self._free, self._asked = -1, 0, 0
+
+    def most_in_use(self, device: torch.device) -> int:
+        """Bytes that tensors of this process may have, see :func:`most_in_use`."""
+        used, cached = _used_and_cached(device)
+        if used + cached != self._reserved or self._asked == ASKED_EVERY:
+            self._reserved, self._asked = used + cached, 0
+            self._free, _ = torch.cuda.mem_get_info(device)
+        self._asked += 1
+        return _most(device, used, _can_get(device, used, cached, self._free))
+
+
+def _most(device: torch.device, used: int, free: int) -> int:
     return used + max(0, free - int(FREE_MEMORY_MARGIN * _allowed(device)))
 
 
 def _used_and_free(device: torch.device) -> tuple[int, int]:
     free, _ = torch.cuda.mem_get_info(device)
     used, cached = _used_and_cached(device)
-    return used, min(free, max(0, _allowed(device) - used - cached)) + cached
+    return used, _can_get(device, used, cached, free)
+
+
+def _can_get(device: torch.device, used: int, cached: int, free: int) -> int:
+    return min(free, max(0, _allowed(device) - used - cached)) + cached
 
 
 def _allowed(device: torch.device) -> int:

@@ -56,8 +56,8 @@ WAITING_SHARE = 1.0
 WIDENED_ELEMENTS = 1 << 16
 # Per-sample gradients up to this size are copied into one, where there is no kernel.
 SUMMED_ELEMENTS = 1 << 14
-# Elements of sums that share their storage, which is free when none of them is used any more.
-SHARED_ELEMENTS = 1 << 25
+# Elements of small sums that share their storage, free when none of them is used any more.
+SHARED_ELEMENTS = 1 << 22
 # Elements whose sums are formed, and reduced over ranks, together; a larger parameter alone.
 BUCKET_ELEMENTS = 1 << 27
 # Buckets whose reduction may run while the next one is filled.

@@ -21,10 +21,15 @@ Note [Carriers]
     at least as many samples (more may need more memory than was there): those whose rows are the
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
     tapped as ever.
+
+    A checkpoint around a compiled unit runs its graph again, which has carriers as inputs: the unit
+    then gets some that nothing comes back through. Autograd uses only what that graph saves.
+    Other layers that a checkpoint runs again have records.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -35,9 +40,10 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import outside_graphs
+from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
+from opacus.core.ranks.carrier_nodes import Target, UnitNode, Unused
 from opacus.core.ranks.lone_units import UseOfUnits
-from opacus.core.record.carriers import BOTH, Carriers, twice_differentiated
+from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.own_weights import (
     Owned,
@@ -52,7 +58,6 @@ from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
-from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -67,6 +72,7 @@ class _CarriedLayer(NamedTuple):
         hooks: Of the layer.
         form: What its carriers get.
         likes: One tensor without memory for each of them.
+        dims: Of its output.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
         name: Of the layer.
         owners: Names in the model of the parameters whose gradients the carriers get.
@@ -76,6 +82,7 @@ class _CarriedLayer(NamedTuple):
     hooks: LayerHooks
     form: CarriedForm
     likes: list[Tensor]
+    dims: int
     choice: Choice | None
     name: str
     owners: tuple[str, ...]
@@ -126,6 +133,8 @@ class Carried:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, tuple[int, Known]] = {}  # with the samples learnt from
         self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
+        self._again: set[nn.Module] = set()  # compiled units that a checkpoint has run again in it
+        self._passes: weakref.WeakKeyDictionary[ForwardPass, Known] = weakref.WeakKeyDictionary()
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
@@ -155,7 +164,7 @@ class Carried:
             rows_are_units: Whether that is known of all layers.
         """
         batch, limits = forward_pass.batch, self._limits
-        self.learning, self.choices = None, {}
+        self.learning, self.choices, self._again = None, {}, set()
         plain = batch is not None and batch > 1 and forward_pass.named is None
         if not plain or limits.limited or limits.again:
             return
@@ -166,6 +175,7 @@ class Carried:
             self.learning = key, forward_pass
         elif known and rows_are_units:
             self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            self._passes[forward_pass] = known
             self.running = True
             for unit in known:
                 if not is_fsdp(unit):
@@ -198,7 +208,10 @@ class Carried:
             self._known.clear()
         found: Known = {}
         for unit, layers in self._units.items():
-            maybe = [_carried(hooks, seen, kept, choices) for hooks in layers]
+            again = frozenset() if unit in self._again else seen.generation.recomputed
+            maybe = [
+                _carried(h, seen, kept, choices) for h in layers if h.layer.spec.name not in again
+            ]
             own = [layer for layer in maybe if layer is not None]
             if own:
                 names = frozenset(layer.name for layer in own)
@@ -224,22 +237,46 @@ class Carried:
         """The unit's parameters have been gathered."""
         carrying = self._now.get(unit)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
+            self._run_again(unit)
             return
         one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
         with torch.no_grad():
             targets, likes = _targets(carrying, one)
-        carriers = iter(_Carriers.apply(ANCHOR, self._use, targets, likes, first) or ())
+        carriers = iter(UnitNode.apply(ANCHOR, self._use, targets, likes, first) or ())
         owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
             if isinstance(target, str) and layer.owns is not None:
                 owned.append((layer.owns, next(carriers)))
             else:
                 own = tuple([next(carriers) for _ in layer.likes])
-                layer.hooks.carriers = Carriers(layer.form, own)
+                layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
         own_weights(owned)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
+        if unit._compiled_call_impl is not None:
+            carrying.layers[0].hooks.recorder.reached.note(one)
         self._entered.append((unit, carrying, owned))
+
+    def _run_again(self, unit: nn.Module) -> None:
+        """If a checkpoint does so with a compiled unit, its graph finds carriers, as before."""
+        compiled = unit._compiled_call_impl is not None and torch.is_grad_enabled()
+        if not compiled or number_of_backward() < 0 or unit not in self._units:
+            return
+        if self.learning is not None:
+            self._again.add(unit)
+        hooks = self._units[unit][0]
+        carried = [
+            one for one in hooks.recorder.reached.passes if unit in self._passes.get(one, ())
+        ]
+        if not carried:
+            return
+        carrying = self._passes[carried[0]][unit]
+        one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
+        for layer in carrying.layers:
+            likes = [_with_rows(like, one.batch) for like in layer.likes]
+            own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
+            layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
+        self._entered.append((unit, carrying, []))
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         """The unit has run, or failed."""
@@ -257,6 +294,8 @@ class Carried:
         empty: dict[str, Any] = {
             "_known": {},
             "learning": None,
+            "_again": set(),
+            "_passes": weakref.WeakKeyDictionary(),
             "_now": {},
             "running": False,
             "_use": None,
@@ -270,7 +309,7 @@ def _carried(
 ) -> _CarriedLayer | None:
     """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
     layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
-    known = uses.uses.get(name) == 1 and name not in seen.moved | uses.recomputed
+    known = uses.uses.get(name) == 1 and name not in seen.moved
     ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
     form, choice = layer.rule.carried(layer.spec), choices.get(name)
     if form is None or choice is None or not (known and ours):
@@ -286,14 +325,11 @@ def _carried(
     if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
         return None
     likes = [_without_memory(row) for row in rows if row is not None]
+    (dims,) = [dims for own, dims in seen.kinds if own == name]
     owners = tuple([layer.owners[local] for local in layer.spec.params])
-    owns = choice is not None and name in seen.long and can_own(layer)
-    return _CarriedLayer(hooks, form, likes, choice, name, owners, layer.module if owns else None)
-
-
-# Where what a layer carries goes: to its record, or to gradients of these names; of one name, that
-# of a weight which each sample has for itself.
-Target = Use | tuple[str, ...] | str
+    once = name in seen.long and name not in uses.recomputed
+    owns = layer.module if choice is not None and once and can_own(layer) else None
+    return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns)
 
 
 def _targets(carrying: _Carrying, forward_pass: ForwardPass) -> tuple[list[Target], list[Tensor]]:
@@ -333,40 +369,3 @@ def _with_rows(like: Tensor, batch: int | None) -> Tensor:
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device whose elements are one."""
     return tensor.new_zeros(()).expand(tensor.shape)
-
-
-class _Carriers(torch.autograd.Function):
-    """The node of a unit; see Note [Carriers]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        use: UseOfUnits,
-        targets: list[Target],
-        likes: list[Tensor],
-        spec: LayerSpec,
-    ) -> tuple[Tensor, ...]:
-        ctx.carried, ctx.targets, ctx.spec = use, targets, spec
-        ctx.set_materialize_grads(False)
-        return tuple([like.detach() for like in likes])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise twice_differentiated(ctx.spec)
-        formed: dict[str, Tensor] = {}
-        rest = iter(grads)
-        for target in ctx.targets:
-            if isinstance(target, str):
-                grad = next(rest)
-                if grad is not None:
-                    formed[target] = grad.mT.contiguous()  # of the view [d, p]
-            elif isinstance(target, Use):
-                x, grad = next(rest), next(rest)
-                if x is not None and grad is not None:  # what took no part has none
-                    target.sink.deliver(target, (x,), (grad,))
-            else:
-                formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
-        ctx.carried.deliver(formed)
-        return None, None, None, None, None

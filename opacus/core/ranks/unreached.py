@@ -32,7 +32,7 @@ class Unreached:
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._units = units_of(model)
+        self._units = fsdp_units(model)
         self._owners = {owner for layer in layers for owner in layer.owners.values()}
         self._waiting: dict[int, list[tuple[Layer, str]]] = {}
 
@@ -68,7 +68,7 @@ class Unreached:
         return {**self.__dict__, "_waiting": {}}
 
 
-def units_of(model: nn.Module) -> dict[int, int]:
+def fsdp_units(model: nn.Module) -> dict[int, int]:
     """``id`` of a module -> number of the FSDP2 unit that its own parameters belong to."""
     found: dict[int, int] = {}
     states: list[Any] = []

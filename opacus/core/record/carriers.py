@@ -26,10 +26,12 @@ class Carriers(NamedTuple):
     Attributes:
         form: What it makes of the layer's input and of the gradient of its output.
         tensors: One carrier for each result.
+        dims: Of the layer's output.
     """
 
     form: Carried
     tensors: tuple[Tensor, ...]
+    dims: int
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -94,7 +96,7 @@ def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
     rows = (
         x.is_floating_point()
         and output.is_floating_point()
-        and x.dim() == output.dim() > 1
+        and x.dim() == output.dim() == carriers.dims > 1
         and x.shape[0] == output.shape[0] == batch
         and (output.dtype == dtype or (dtype == torch.float32 and output.dtype in HALF))
         and (torch.compiler.is_compiling() or not hasattr(output, HEAD_USE))

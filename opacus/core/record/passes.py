@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import batch_of, possible_batches
 
@@ -51,7 +53,7 @@ class Generation:
             How many calls have been reached.
 
         Raises:
-            ValueError: They are of different batches.
+            ValueError: They are of different batches, or of units with different names.
         """
         self.reached.add(forward_pass)
         sizes = sorted({call.batch for call in self.reached if call.batch is not None})
@@ -61,6 +63,12 @@ class Generation:
                 "samples: row i of each was to be the same sample, so what belongs to one sample "
                 "is unknown. Call the model once on all samples, or backward() and step() for "
                 "each batch"
+            )
+        names = [call.named.names for call in self.reached if call.named is not None]
+        if any(not torch.equal(own, names[0]) for own in names):
+            raise ValueError(
+                "one backward pass reaches forward passes on rows of different units, of which "
+                "each was to be in all of them: backward() and step() for each batch"
             )
         return len(self.reached)
 
@@ -79,6 +87,7 @@ class ForwardPass:
         made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
         named: Its units, if the user names them.
         moved: Layers whose rows are not the units in their order.
+        kinds: Layers that ran, with the number of dimensions of what they gave.
         long: Layers that ran in eager code on many tokens of each sample.
     """
 
@@ -90,6 +99,7 @@ class ForwardPass:
     made_up: bool = False
     named: NamedUnits | None = None
     moved: set[str] = field(default_factory=set)
+    kinds: set[tuple[str, int]] = field(default_factory=set)
     long: set[str] = field(default_factory=set)
 
 

@@ -62,13 +62,18 @@ class Reached:
         if own not in self._passes:
             self._passes.append(own)
 
+    @property
+    def passes(self) -> list[ForwardPass]:
+        """The forward passes whose outputs the running backward pass has gone through."""
+        return self._passes if number_of_backward() == self._backward else []
+
     def now(self, spec: LayerSpec) -> ForwardPass:
         """The forward pass that the running backward pass computes a layer of again.
 
         Raises:
             RuntimeError: It is not known.
         """
-        passes = self._passes if number_of_backward() == self._backward else []
+        passes = self.passes
         if len(passes) == 1 and spec.name in passes[0].generation.uses:
             return passes[0]
         several = "several forward passes are in one backward pass"

@@ -99,6 +99,7 @@ class Use:
         if not counted or self.refusal is not None:
             return
         name, generation = self.spec.name, self.forward_pass.generation
+        self.forward_pass.kinds.add((name, len(output_shape)))
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
         units, rows = self.units, rows_of(output_shape, self.batch_dim)

@@ -166,7 +166,7 @@ class Recorder(Taps):
         self.end_lone()
         if output is None:
             self.whose.repeats.explain(sys.exc_info()[1])
-        self.whose.end(output)
+        self.whose.end(output, ended)
         made_up = ended is not None and ended.made_up
         return without_the_row(output, self.passes.dim) if made_up else None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.layers import Layer
+from opacus.core.record.passes import ForwardPass
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.record import Use, differentiable
 from opacus.core.record.shared import Scope
@@ -72,11 +73,11 @@ class WhoseRows:
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
-    def end(self, output: Any = None) -> None:
+    def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
         """It has ended, with this output; ``None`` if it failed."""
         self._follows, self.asked = False, bool(self._hidden)
         self.indices.end()
-        self._follower.end(output)
+        self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool

@@ -148,6 +148,18 @@ class LayerRule:
         """:meth:`weighted_grad` without factors, not rounded to half precision where possible."""
         return self.weighted_grad(spec, activations, backprops, None)
 
+    def can_write(self, activations: Any, backprops: Any, out: Tensor) -> bool:
+        """Whether :meth:`write_sum` is there for a layer's weight, and writes to ``out``.
+
+        Args:
+            out: ``[W, n]``: the parts of W ranks one after another.
+        """
+        return False
+
+    def write_sum(self, spec: LayerSpec, activations: Any, backprops: Any, out: Tensor) -> None:
+        """Write :meth:`wide_sum` of the one parameter, so that it takes no memory of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has no sum that is written")
+
     def by_rows(self, activations: Any, batch: int) -> bool:
         """Whether row i of each activation belongs to sample i.
 

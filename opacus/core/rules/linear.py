@@ -22,6 +22,9 @@ from opacus.core.rules.base import (
 )
 from opacus.core.rules.spec import LayerSpec
 
+# Least rows of a weight that a rank gets whose sum is formed as one product for each rank.
+RANK_ROWS = 256
+
 
 class LinearRule(LayerRule):
     """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
@@ -140,6 +143,31 @@ class LinearRule(LayerRule):
         if "bias" in spec.params:
             sums["bias"] = g.sum(0, dtype=wide_dtype(g))
         return sums
+
+    def can_write(self, activations: Any, backprops: Any, out: Tensor) -> bool:
+        x, g, ranks = activations[0], backprops, out.shape[0]
+        rows = x.shape[-1] if self.transposed else g.shape[-1]
+        return (
+            type(x) is type(g) is Tensor
+            and x.dtype == g.dtype
+            # On a CPU half precision is widened first, or its sum would be rounded.
+            and out.dtype == (wide_dtype(g) if g.is_cuda else g.dtype)
+            and out.dim() == 2
+            and rows % ranks == 0
+            and (ranks == 1 or rows // ranks >= RANK_ROWS)
+        )
+
+    def write_sum(self, spec: LayerSpec, activations: Any, backprops: Any, out: Tensor) -> None:
+        x, g = _tokens(spec, activations, backprops)
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
+        left, right = (x, g) if self.transposed else (g, x)
+        left = left.t().unflatten(0, (len(out), -1))  # [W, p / W, tokens]
+        right = right.expand(len(out), *right.shape)
+        out = out.unflatten(1, (-1, right.shape[2]))  # [W, p / W, d]
+        if left.dtype == out.dtype:
+            torch.bmm(left, right, out=out)
+        else:
+            torch.bmm(left, right, out_dtype=out.dtype, out=out)
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         x, g = join_tokens([(a[0], b) for a, b in uses], (1, 1))

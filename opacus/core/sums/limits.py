@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus.core.platform.memory import free_memory, in_use, most_in_use
+from opacus.core.platform.memory import Card, free_memory, in_use
 from opacus.core.platform.sizes import DEFERRED_SHARE, FREE_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Limits:
         self.default_peak = False
         self.again = self.spare = 0
         self._others: tuple[int, int] = (_NONE, _NONE)
+        self._card = Card()
 
     def go_on_from(self, other: Limits) -> None:
         """Have the limits of another one."""
@@ -67,7 +68,7 @@ class Limits:
         held, peak = min(own, self._others[0]), min(card, self._others[1])
         if peak == _NONE and device.type == "cuda":
             if self.default_peak:
-                peak = most_in_use(device)
+                peak = self._card.most_in_use(device)
             elif held == _NONE:
                 held = int(free_memory(device) * FREE_MEMORY_SHARE)
         return _number(held), _number(peak)

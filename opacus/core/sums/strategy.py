@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, check_sizes
@@ -161,6 +162,8 @@ class Ghost:
         retain_graph = retain_graph or (self.retains_graph and not lone)
         with self._in(Phase.NORMS, losses, bare=lone):
             run_backward(losses, retain_graph)
+        with torch.no_grad():
+            self.ledger.measure_held()
         if before != (after := _states_of_grads(trained)):
             _refuse_leaks(self, [trained[i] for i, s in enumerate(after) if s != before[i]])
         self.summed.check()

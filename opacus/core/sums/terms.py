@@ -89,9 +89,11 @@ class Terms:
         later: Each gives one further term, of the parameter's shape, when called.
         factors: ``[B]`` clipping factors of this parameter.
         excluded: ``[B]`` bool, ``None`` if there are none.
+        first: Writes the first of ``later`` to where it is told, ``[W, n]``, and says whether it
+            could.
     """
 
-    __slots__ = ("excluded", "factors", "later", "stored")
+    __slots__ = ("excluded", "factors", "first", "later", "stored")
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class Terms:
         later: Sequence[Callable[[], Tensor]],
         factors: Tensor,
         excluded: Tensor | None,
+        first: Callable[[Tensor], bool] | None = None,
     ) -> None:
+        self.first = first
         self.stored = stored
         self.later = later
         self.factors = factors
@@ -107,14 +111,16 @@ class Terms:
 
     def write(self, out: Tensor) -> None:
         """Write the sum to ``out``, whose elements are in the order of the parameter's."""
-        first = self.stored is None
+        first, later = self.stored is None, self.later
         if self.stored is not None:
             # A sampler may return a transpose.
             stored = self.stored.reshape(len(self.stored), *out.shape)
             sum_of_formed(stored, self.factors, self.excluded, out)
-        elif not self.later:
+        elif not later:
             out.zero_()
-        for term in self.later:
+        elif self.first is not None and self.first(out):
+            first, later = False, later[1:]
+        for term in later:
             value = term().reshape(out.shape)
             out = out.copy_(value) if first else out.add_(value)
             first = False
@@ -207,14 +213,24 @@ class KeptSums:
             return Terms(kept.formed.pop(owner, None), (), factors, excluded)
         if owner in kept.rounded:
             factors = scaled_factors(factors, kept.rounded.pop(owner).scales, excluded)
+        records = self._by_owner.pop(owner, ())
+        first = functools.partial(self._write, records[0]) if records else None
         later: list[Callable[[], Tensor]] = [
-            functools.partial(self._weighted, record, owner)
-            for record in self._by_owner.pop(owner, ())
+            functools.partial(self._weighted, record, owner) for record in records
         ]
         away = kept.away.pop(owner, None)
         if away is not None:  # it need not wait on the device for others
             later.append(lambda: sum_of_formed(away.back(), factors, excluded))
-        return Terms(kept.formed.pop(owner, None), [*later, *more], factors, excluded)
+        return Terms(kept.formed.pop(owner, None), [*later, *more], factors, excluded, first)
+
+    def _write(self, record: Record, out: Tensor) -> bool:
+        """See :class:`Terms`; a record of several parameters is evaluated for all of them."""
+        if len(record.spec.params) > 1:
+            return False
+        if not record.tensors:
+            bring_back(record)
+        record.check_unchanged()
+        return self.weighting.write(record, out)
 
     def _weighted(self, record: Record, owner: str) -> Tensor:
         owners = record.layer.owners

@@ -14,6 +14,7 @@ from opacus.core.kernels.sums.weighted_sum import weighted_sum
 from opacus.core.platform.profiling import PROFILE, layers
 from opacus.core.privacy.clipping import Factors, read_excluded
 from opacus.core.record.record import Record
+from opacus.core.rules.spec import LayerSpec
 
 
 class Weighting:
@@ -66,8 +67,33 @@ class Weighting:
             found |= self._sums(record, (name,), self.clipped.of(owners[name]))
         return found
 
+    def write(self, record: Record, out: Tensor) -> bool:
+        """Write the clipped sum of a record's one parameter, where its rule can.
+
+        Args:
+            record: With its tensors.
+            out: ``[W, n]``: the parts of W ranks one after another.
+
+        Returns:
+            Whether that was done; else nothing was.
+        """
+        names, rule = record.spec.params, record.layer.rule
+        if len(names) > 1 or not rule.can_write(record.activations, record.backprops, out):
+            return False
+        owner, factors = record.layer.owners[names[0]], self.shared
+        factors = self.clipped.of(owner) if factors is None else factors
+        with layers([record.spec.name]):
+            rule.write_sum(*self._weighted(record, names, factors), out)
+        return True
+
     def _sums(self, record: Record, names: tuple[str, ...], factors: Tensor) -> dict[str, Tensor]:
         """Those of parameters with the same factors."""
+        return record.layer.rule.wide_sum(*self._weighted(record, names, factors))
+
+    def _weighted(
+        self, record: Record, names: tuple[str, ...], factors: Tensor
+    ) -> tuple[LayerSpec, Any, Any]:
+        """The record of some parameters, with the factors in its activations or backprops."""
         rows, device = record.batch, record.device
         excluded = None if self._excluded is None else self._excluded[:rows].to(device)
         factors = factors[:rows].to(device)
@@ -82,7 +108,7 @@ class Weighting:
                 activations = inputs.scaled(activations, None, excluded)
             backprops = scaled_rows_of(backprops, factors, excluded)
         spec = record.spec if names == record.spec.params else replace(record.spec, params=names)
-        return record.layer.rule.wide_sum(spec, activations, backprops)
+        return spec, activations, backprops
 
     def sum_of_formed(self, owner: str, formed: Tensor) -> Tensor:
         """The clipped sum of per-sample gradients ``[n, *shape]``, n <= B."""

@@ -2,7 +2,7 @@
 
 Between the two backward passes the number of samples within C is released with noise,
 C moves, and the new C clips the same batch. The count shares the budget of the noise
-multiplier, which the accountant keeps counting.
+multiplier, which the accountant keeps counting; a batch without a step counts, too.
 """
 
 from __future__ import annotations
@@ -71,6 +71,14 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
             self.initial_noise_multiplier,
         )
 
+    def backward(self, retain_graph: bool = False) -> None:  # type: ignore[override]
+        """See the base class; after an error the step is counted if C has moved for it."""
+        try:
+            super().backward(retain_graph)
+        except BaseException:
+            self.optimizer.pay_owed_step()
+            raise
+
     def _norms_are_known(self, norms: Tensor) -> None:
         """Move C; the same batch is then clipped with the new C.
 
@@ -92,6 +100,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         spend_on_count(privacy, std)
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
         fraction = private_fraction(centred_count(within), std, batch, parallelism, norms.device)
+        self.optimizer.owe_step()
         privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)
 
 
@@ -141,8 +150,13 @@ class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
 class PrivacyEngineAdaptiveClipping(PrivacyEngine):
     """:class:`opacus.PrivacyEngine` for adaptive clipping in ghost modes.
 
-    ``make_private`` takes ``target_unclipped_quantile``, ``min_clipbound``,
-    ``max_clipbound`` and ``clipbound_learning_rate`` in addition.
+    ``make_private`` takes ``target_unclipped_quantile`` (0.5), ``min_clipbound`` (1),
+    ``max_clipbound`` (1e8) and ``clipbound_learning_rate`` (0.2) in addition; ``max_grad_norm`` is
+    the first C. Epsilon covers the noisy counts: they share the noise multiplier's budget.
+
+    Args:
+        accountant: See :class:`opacus.PrivacyEngine`.
+        secure_mode: See :class:`opacus.PrivacyEngine`.
     """
 
     _criterion_keywords: ClassVar[frozenset[str]] = frozenset(

@@ -166,6 +166,30 @@ def test_a_use_after_one_that_waits_is_refused() -> None:
         own.take_formed({"down.weight": torch.ones(BATCH, 16, 40)}, {"down.weight": "down"})
 
 
+@pytest.mark.parametrize("together", [1, 3, 100])
+@pytest.mark.parametrize("announced", [1, 3, 7])
+def test_layers_of_which_another_use_was_expected(together, announced, gram, monkeypatch) -> None:
+    """As of a loss while a later call of the model waits: they come out of the queue at the end."""
+    monkeypatch.setattr(norms, "MEASURED_TOGETHER", together)
+    layers, inputs, _model = block()
+    records = records_of(layers, inputs)
+    for record in records[::2][:announced] if announced < 7 else records:
+        record.reused = True
+    own = ledger()
+    check(own, records)
+    assert len(own.kept.held) == 7
+
+
+def test_what_is_held_without_a_norm_is_refused() -> None:
+    layers, inputs, _model = block()
+    own = ledger()
+    for record in records_of(layers, inputs):
+        own.add(record)
+    lost = own._unmeasured.pop()
+    with pytest.raises(RuntimeError, match=rf"{lost.spec.name}' \(Linear\) was not measured"):
+        own.finish()
+
+
 def test_only_what_is_held_anyway_waits() -> None:
     layers, inputs, _model = block()
     for own in (NormLedger(BATCH), ledger(stored=tuple(x.spec.name for x in layers))):

@@ -50,3 +50,30 @@ def test_a_device_that_is_not_in_use_yet(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
     assert (memory.in_use(GPU), memory.free_memory(GPU)) == (0, 700)
+
+
+def test_the_driver_is_asked_when_memory_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved, asked = [USED + CACHED], []
+
+    def ask(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 700 - 100 * len(asked), WHOLE
+
+    def stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        of = {"allocated_bytes": USED, "reserved_bytes": reserved[0]}
+        return {name: {"all": {"current": value}} for name, value in of.items()}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=WHOLE)
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    card, margin = memory.Card(), int(FREE_MEMORY_MARGIN * WHOLE)
+    first = [card.most_in_use(GPU) for _ in range(memory.ASKED_EVERY)]
+    assert len(asked) == 1
+    assert set(first) == {USED + 600 + CACHED - margin}
+    assert card.most_in_use(GPU) == USED + 500 + CACHED - margin
+    reserved[0] += 30
+    assert card.most_in_use(GPU) == USED + 400 + CACHED + 30 - margin
+    assert len(asked) == 3

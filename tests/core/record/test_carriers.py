@@ -59,8 +59,8 @@ def spec_of(module: nn.Module, name: str) -> tuple[Any, LayerSpec]:
     return rule, LayerSpec("a", type(module), tuple(shapes), shapes, rule.options(module))
 
 
-def carriers_of(form: Any, *shapes: tuple[int, ...]) -> Carriers:
-    return Carriers(form, tuple([torch.zeros(B, *s, requires_grad=True) for s in shapes]))
+def carriers_of(form: Any, *shapes: tuple[int, ...], dims: int = 3) -> Carriers:
+    return Carriers(form, tuple([torch.zeros(B, *s, requires_grad=True) for s in shapes]), dims)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile causes them in torch
@@ -78,9 +78,9 @@ def test_carriers_get_what_their_form_makes(
     factor = torch.randn(output.shape)
     rule, spec = spec_of(module, name)
     if name == "both":
-        own = carriers_of(BOTH, x.shape[1:], output.shape[1:])
+        own = carriers_of(BOTH, x.shape[1:], output.shape[1:], dims=x.dim())
     else:
-        own = carriers_of(rule.carried(spec), *spec.shapes.values())
+        own = carriers_of(rule.carried(spec), *spec.shapes.values(), dims=x.dim())
     hooks = Hooks(compiled, own)
 
     def tapped(x: Tensor, output: Tensor) -> Tensor:
@@ -127,6 +127,7 @@ def test_other_calls_are_not_carried() -> None:
             ((x,), {}, (output,)),
             ((x.long(),), {}, output),
             ((x[0],), {}, output),
+            ((x[:, 0],), {}, output[:, 0]),
         ]:
             assert not carries(own, args, kwargs, result)
     # These would be the gradients of carriers of other shapes and dtypes, which autograd changes.

@@ -17,20 +17,34 @@ from torch import Tensor
 
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
-from opacus.core.kernels.host.triton_host import TYPES, address, row_of
+from opacus.core.kernels.host.triton_host import TYPES, row_of
 
 # Elements that are handled at once.
 BLOCK = 2048
 # Blocks that one program handles: finding its row of the table takes longer than one of them.
 LOOPS = 16
-# First program, address, elements of a row, parts of a row.
-COLUMNS = 4
+# First program, address, elements of a row, parts of a row, whether rows lie at 16 bytes.
+COLUMNS = 5
 # First row, first of its parts, parts of a row.
 TOTAL_COLUMNS = 3
 # Rows shorter than this are left to PyTorch, unless they are so few.
 SHORT, FEW = 256, 8
 # Parts that are added up at once.
 TOTAL_BLOCK = 512
+
+
+@triton.jit
+def _squares(source, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Sum of squares of ``left`` elements, a multiple of WHOLE, of 16 bytes if that is not 1."""
+    source = source.to(tl.pointer_type(DTYPE))
+    if WHOLE > 1:
+        source, left = tl.multiple_of(source, 16), tl.multiple_of(left, WHOLE)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for offset in range(0, left, BLOCK):
+        places = offset + tl.arange(0, BLOCK)
+        value = tl.load(source + places, mask=places < left, other=0.0).to(tl.float32)
+        total += value * value
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -44,22 +58,19 @@ def _parts(
     LOOPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
-    """WHOLE divides all sizes."""
+    """WHOLE: elements of 16 bytes, of which some tensors have whole ones only."""
     program = tl.program_id(0).to(tl.int64)
     entry = row_of(program, table, count, COUNT, COLUMNS)
-    source = address(entry + 1, DTYPE, WHOLE)
-    size = tl.multiple_of(tl.load(entry + 2), WHOLE)
-    parts, own = tl.load(entry + 3), program - tl.load(entry)
+    size, parts, own = tl.load(entry + 2), tl.load(entry + 3), program - tl.load(entry)
     begin = own % parts * (BLOCK * LOOPS)
-    source += own // parts * size + begin
-    left = tl.multiple_of(tl.minimum(size - begin, BLOCK * LOOPS).to(tl.int32), WHOLE)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for offset in range(0, left, BLOCK):
-        places = offset + tl.arange(0, BLOCK)
-        value = tl.load(source + places, mask=places < left, other=0.0).to(tl.float32)
-        total += value * value
-    tl.store(out + program, tl.sum(total, 0))
+    source = tl.load(entry + 1) + (own // parts * size + begin) * BYTES
+    left = tl.minimum(size - begin, BLOCK * LOOPS).to(tl.int32)
+    if tl.load(entry + 4) != 0:
+        tl.store(out + program, _squares(source, left, DTYPE, BLOCK, WHOLE))
+    else:
+        tl.store(out + program, _squares(source, left, DTYPE, BLOCK, 1))
 
 
 @triton.jit
@@ -136,29 +147,26 @@ def launch(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """
     table: list[int] = []
     of_rows: list[int] = []
-    programs, every, places, sizes = 0, 0, 0, 0
+    programs, every, whole = 0, 0, operands.ALIGNMENT // tensors[0].element_size()
     for tensor, count in zip(tensors, rows, strict=True):
         size, place = tensor.numel() // count, tensor.data_ptr()
         parts = -(-size // (BLOCK * LOOPS))
-        table += (programs, place, size, parts)
+        aligned = not (place % operands.ALIGNMENT or size % whole)
+        table += (programs, place, size, parts, int(aligned))
         of_rows += (every, programs, parts)
         programs, every = programs + count * parts, every + count
-        places, sizes = places | place, sizes | size  # bits set in any of them
     first = tensors[0]
-    whole = operands.ALIGNMENT // first.dtype.itemsize
-    if places % operands.ALIGNMENT or sizes % whole:
-        whole = 1
     numbers = operands.upload([*table, *of_rows], first.device)
     own = operands.blank((programs,), first.device)
     totals = operands.blank((every,), first.device)
     count = operands.power_of_two(len(tensors))
-    _variant(count, first.dtype, whole)((programs,), numbers, own, len(tensors))
+    _variant(count, first.dtype)((programs,), numbers, own, len(tensors))
     _total_variant(count)((every,), numbers[len(table) :], own, totals, len(tensors))
     return totals
 
 
 @functools.lru_cache(maxsize=256)
-def _variant(count: int, dtype: torch.dtype, whole: int) -> Variant:
+def _variant(count: int, dtype: torch.dtype) -> Variant:
     return Variant(
         _parts,
         COUNT=count,
@@ -166,7 +174,8 @@ def _variant(count: int, dtype: torch.dtype, whole: int) -> Variant:
         BLOCK=BLOCK,
         LOOPS=LOOPS,
         COLUMNS=COLUMNS,
-        WHOLE=whole,
+        WHOLE=operands.ALIGNMENT // dtype.itemsize,
+        BYTES=dtype.itemsize,
         num_warps=8,
     )
 

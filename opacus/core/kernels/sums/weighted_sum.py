@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.host.operands import FLOAT8, converts_float8, triton_is_installed
+from opacus.core.kernels.host.operands import (
+    ALIGNMENT,
+    FLOAT8,
+    converts_float8,
+    triton_is_installed,
+)
 from opacus.core.kernels.norms.reference import wide_dtype
 from opacus.core.platform.sizes import SHARED_ELEMENTS, SUMMED_ELEMENTS, WIDENED_ELEMENTS
 
@@ -141,12 +145,11 @@ def weighted_sum_each(
         first = places[0]
         sums = _as_one([grads[p] for p in places], factors[first], excluded, dtypes[first])
         results |= dict(zip(places, sums, strict=True))
-    for dtype, chosen in together.items():
-        for places in consecutive(chosen, lambda p: _elements(grads[p]), SHARED_ELEMENTS):
-            sums = _in_one_launch(
-                [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
-            )
-            results |= dict(zip(places, sums, strict=True))
+    for dtype, places in together.items():
+        sums = _in_one_launch(
+            [grads[p] for p in places], [factors[p] for p in places], excluded, dtype
+        )
+        results |= dict(zip(places, sums, strict=True))
     return [results[place] for place in range(len(grads))]
 
 
@@ -232,12 +235,25 @@ def _in_one_launch(
     excluded: Tensor | None,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """:func:`weighted_sum_each` on a GPU; the results are parts of one tensor."""
-    sizes = [_elements(grad) for grad in grads]
-    *starts, end = itertools.accumulate(sizes, initial=0)
-    flat = torch.empty(1, end, dtype=dtype, device=grads[0].device)
-    weighted_sums(grads, factors, excluded, flat, starts, [max(1, size) for size in sizes])
-    return _parts(flat[0], grads, sizes)
+    """:func:`weighted_sum_each` on a GPU; small results share their storage."""
+    from opacus.core.kernels.sums import weighted_sum_triton as gpu
+
+    device, sizes = grads[0].device, [_elements(grad) for grad in grads]
+    results: list[Tensor] = []
+    for part in consecutive(range(len(grads)), sizes.__getitem__, SHARED_ELEMENTS):
+        flat = torch.empty(sum(sizes[p] for p in part), dtype=dtype, device=device)
+        results += _parts(flat, [grads[p] for p in part], [sizes[p] for p in part])
+    alike: dict[Hashable, list[gpu.Sum]] = {}
+    base = max(results, key=Tensor.numel)  # an empty one has no address
+    for grad, factor, size, result in zip(grads, factors, sizes, results, strict=True):
+        start = (result.data_ptr() - base.data_ptr()) // base.element_size()
+        # What cannot be read 16 bytes at a time would slow down all others of its launch.
+        odd = (start | size) % ALIGNMENT or grad.data_ptr() % ALIGNMENT
+        sums = alike.setdefault((grad.dtype, bool(odd)), [])
+        sums.append(gpu.Sum(grad, factor, start, max(1, size)))
+    for sums in alike.values():
+        gpu.launch(sums, excluded, base, 0)
+    return results
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,8 @@ from opacus.core.record.trail.op import is_plain
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
 
+# Layers, with the number of dimensions of what they gave.
+Kinds = AbstractSet[tuple[str, int]]
 # The units of each use of a layer in one forward pass.
 Uses = dict[str, list[Units | None]]
 # Structures of inputs that are remembered at most; more are followed each time.
@@ -36,7 +39,10 @@ class Follower:
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
 
     A model may branch on its own counters, or on values that the program has read. So some later
-    passes are followed again; if one differs, all are from then on.
+    passes are followed again; if one differs, all are from then on. So is the pass after one in
+    which a layer ran that had not run before, or gave tensors of other dimensions. If there are as
+    many units as something else of the inputs (tokens, say), that pass itself is refused: it may
+    have a layer with a row for each of those.
     """
 
     def __init__(self) -> None:
@@ -49,6 +55,9 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
         self._passes: dict[Any, int] = {}  # so many of each structure that is remembered
+        self._kinds: dict[Any, Kinds] = {}  # what was followed of it
+        self._unfollowed: Any = None  # the structure of the running pass, if it is remembered
+        self._dim = 0
 
     def begin(
         self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
@@ -68,11 +77,12 @@ class Follower:
         leaves = tree_leaves(inputs)
         self._keys = _structure(leaves, count), _shapes(leaves, count)
         known = next((k for k in self._keys if k in self._answers), None)
-        self._count, self._places = count, {}
+        self._count, self._dim, self._places = count, dim, {}
         if known is not None and self._keys[0] not in self._always:
             self._known = self._answers[known]
             self._passes[known] = passes = self._passes.get(known, 1) + 1
             if not (passes in LOOK_AGAIN or passes % INTERVAL == 0) or not can_follow():
+                self._unfollowed = known
                 return self._known is not None
         elif not can_follow():
             return None
@@ -80,18 +90,23 @@ class Follower:
         self._trail.__enter__()
         return True
 
-    def end(self, output: Any = None) -> None:
+    def end(self, output: Any = None, kinds: Kinds = frozenset()) -> None:
         """The forward pass has ended.
 
         Args:
             output: Of the model, ``None`` if it failed.
+            kinds: What has run in it.
 
         Raises:
             ValueError: See :meth:`Trail.check`.
+            RuntimeError: The rows of layers that ran for the first time are not known.
         """
         trail, found, known = self._trail, self._found, self._known
+        unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
         if trail is None:
+            if unfollowed is not None and output is not None:
+                self._compare(unfollowed, kinds)
             return
         trail.__exit__(None, None, None)
         if output is not None:
@@ -103,6 +118,7 @@ class Follower:
             if not _equal(found, known):
                 self._always.add(self._keys[0])
                 warnings.warn(_CHANGED, stacklevel=2)
+            self._kinds[remembered] = self._kinds[remembered] | kinds
             return
         if len(self._answers) >= MOST_ANSWERS:
             return
@@ -111,7 +127,18 @@ class Follower:
         if trail.moved or trail.chosen or (trail.decided and not plain):
             return
         simple = all(u is None or u.ids is None for u in units)
-        self._answers[self._keys[0 if simple else 1]] = None if plain else found
+        key = self._keys[0 if simple else 1]
+        self._answers[key], self._kinds[key] = None if plain else found, kinds
+
+    def _compare(self, key: Any, kinds: Kinds) -> None:
+        """A pass that was not followed has ended, in which these ran."""
+        new = kinds - self._kinds[key]
+        if not new:
+            return
+        del self._answers[key], self._kinds[key], self._passes[key]
+        sizes = [own[1:] for own in self._keys[0] if isinstance(own, tuple)]
+        if any(1 in (*own[: self._dim], *own[self._dim + 1 :]) for own in sizes):
+            self.ran_otherwise(f"layer '{min(new)[0]}'")
 
     def knows(self, spec: LayerSpec, output: Tensor) -> bool:
         """Whether the units of an output of one row are known: it is not the same for all."""
@@ -155,7 +182,7 @@ class Follower:
             self.ran_otherwise(spec)
         return Units(self._count, block=rows // self._count)
 
-    def ran_otherwise(self, spec: LayerSpec) -> None:
+    def ran_otherwise(self, layer: LayerSpec | str) -> None:
         """The model did not do what it did before on inputs of this structure.
 
         Raises:
@@ -163,7 +190,7 @@ class Follower:
         """
         self._always.add(self._keys[0])
         raise RuntimeError(
-            f"{spec} has other rows than in an earlier forward pass with inputs of the same "
+            f"{layer} has other rows than in an earlier forward pass with inputs of the same "
             "structure, so whose they are is not known. Nothing was added to the model. From now "
             "on such forward passes are followed: run the step again"
         )
@@ -179,7 +206,8 @@ class Follower:
         return units
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trail": None, "_found": {}, "_known": None}
+        none: dict[str, Any] = {"_trail": None, "_known": None, "_unfollowed": None}
+        return {**self.__dict__, **none, "_found": {}}
 
 
 _CHANGED = (

@@ -215,6 +215,7 @@ from opacus.core.kernels.norms import bias_and_affine as rows
 from opacus.core.kernels.sums import scaled_rows_triton
 from opacus.core.kernels.norms import embedding as table
 from opacus.core.kernels.sums import weighted_sum_triton
+from opacus.core.kernels.norms import squares_triton
 from opacus.core.kernels.noise.gaussian import Draw
 from opacus.core.kernels.host.launch import JITFunction
 from opacus.core.kernels.noise.regions import Region, whole
@@ -244,6 +245,7 @@ cases = {
     "embedding": lambda: table.embedding_norm_sq(ids, odd),
     "scaled": lambda: scaled_rows_triton.launch(a, f, skip),
     "sum": lambda: weighted_sum_triton.launch(sums, None, buffer, 16),
+    "squares": lambda: squares_triton.launch([odd, f], [2, 1]),
     "noise": lambda: gaussian_triton.launch(1, shard, 7),
     "secure noise": lambda: gaussian_triton.launch(1, shard, 7, 0.5, (), True),
 }

@@ -87,3 +87,24 @@ def test_gradients_that_share_memory_are_left_alone() -> None:
     for grads in ([both, both], [both[:, :8], both[:, 8:]], [both, both.view(1, 4, 4)]):
         assert not weighted_sum.scale_in_place(grads, [factors] * 2, None)
     assert torch.equal(both, before)
+
+
+@pytest.mark.usefixtures("taken")
+def test_large_sums_have_a_storage_and_small_ones_share_one(monkeypatch) -> None:
+    """All in one launch for each dtype, and for odd sizes."""
+    monkeypatch.setattr(weighted_sum, "SHARED_ELEMENTS", 64)
+    shapes = [(16,), (5, 16), (3,), (8,), (0,), (4, 24), (32,)]
+    grads = [draw(3, *shape, dtype=torch.bfloat16) for shape in shapes] + [draw(3, 40)]
+    factors = [torch.rand(3, device=DEVICE) for _ in grads]
+    started = []
+    launch = kernel.launch
+    monkeypatch.setattr(
+        kernel, "launch", lambda sums, *a: (started.append(len(sums)), launch(sums, *a))
+    )
+    sums = weighted_sum.weighted_sum_each(grads, factors, None, [torch.float32] * len(grads))
+    for got, grad, factor in zip(sums, grads, factors, strict=True):
+        want = torch.einsum("b,b...->...", factor.double(), grad.double())
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    storages = [total.untyped_storage().data_ptr() for total in sums]
+    assert storages[2] == storages[3] and len(set(storages)) == 6
+    assert sorted(started) == [1, 2, 5]

@@ -21,7 +21,7 @@ from opacus.core.ranks.meeting import Meetings, Outcome, ranks_with
 _END = "the end of the model"
 
 
-class UnitOrder:
+class GatherOrder:
     """Watches the order of the units in each forward pass of the model.
 
     Costs a Python call for each unit. Ranks that change the order together (a layer that all
@@ -115,7 +115,7 @@ class UnitOrder:
 class _Entry:
     """The hook of one unit (an object, so that models can be copied and pickled)."""
 
-    def __init__(self, order: UnitOrder, number: int) -> None:
+    def __init__(self, order: GatherOrder, number: int) -> None:
         self.order = order
         self.number = number
 

@@ -1,6 +1,7 @@
 """DPTrainer under FSDP2 with and without ``cpu_offload``, on GPUs: both end at the same weights.
 
-Run by ``torchrun --nproc_per_node=N memory_test/trainer_offload.py``.
+Run by ``torchrun --nproc_per_node=N memory_test/benchmarks/trainer_offload.py``; ends with status 1
+if they do not.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ def main() -> None:
     start = dict(model().named_parameters())
     moved = max(float((on_gpu[n] - start[n].detach()).abs().max()) for n in start)
     wrong = max(float((on_gpu[n] - on_cpu[n]).abs().max()) for n in start)
-    verdict = "right" if wrong < 1e-4 < moved else "WRONG"
-    print(f"{verdict}: largest difference {wrong:.2e}, weights moved {moved:.2e}")
+    right = wrong < 1e-4 < moved
+    said = f"largest difference {wrong:.2e}, weights moved {moved:.2e}"
+    print(f"{'right' if right else 'WRONG'}: {said}")
+    if not right:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

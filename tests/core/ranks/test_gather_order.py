@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.ranks.gather_order import GatherOrder
 from opacus.core.ranks.meeting import Meetings
-from opacus.core.ranks.unit_order import UnitOrder
 from tests.helpers.distributed import DistributedTestError, progress, run_distributed
 
 
@@ -106,7 +106,7 @@ def test_the_first_pass_is_refused_on_gpus() -> None:
 
 
 def later_step(rank: int, world_size: int) -> None:
-    UnitOrder.WAIT = 1.0
+    GatherOrder.WAIT = 1.0
     run = Run("ghost_fsdp", rank)
     run.step()
     run.step(*(["expert"] if rank == 1 else []))
