@@ -103,6 +103,14 @@ def test_other_rows_frozen_layers_and_failed_passes() -> None:
     assert case.error(0, 1, 8) < 2e-5 and not case.records
 
 
+def test_a_layer_that_is_compiled_by_itself_later_stays_compiled() -> None:
+    case = learnt()
+    layer = next(m for m in case.model.modules() if isinstance(m, nn.Linear) and m.bias is None)
+    compiled = layer._compiled_call_impl = functools.partial(layer._call_impl)  # as compile() does
+    assert case.error(0, 1, STEPS) < 2e-5
+    assert layer._compiled_call_impl is compiled
+
+
 @pytest.mark.parametrize("what", ["store", "keep"])
 def test_a_loss_of_one_call_while_another_waits(what: str, monkeypatch) -> None:
     """Layers are then used twice as far as is known: their records wait, to the end."""

@@ -295,13 +295,18 @@ class Carried:
             "_known": {},
             "learning": None,
             "_again": set(),
-            "_passes": weakref.WeakKeyDictionary(),
             "_now": {},
             "running": False,
             "_use": None,
             "_entered": [],
         }
-        return {**self.__dict__, **empty, "_units": {}, "choices": {}}
+        state = {**self.__dict__, **empty, "_units": {}, "choices": {}}
+        del state["_passes"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._passes = weakref.WeakKeyDictionary()
 
 
 def _carried(
