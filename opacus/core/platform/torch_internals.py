@@ -300,6 +300,12 @@ def packs_saved_tensors() -> bool:
     return asked is None or asked(True) is not None
 
 
+# The number of the stream of a GPU in which operations run now.
+stream_number: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: 0
+)
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is running has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
