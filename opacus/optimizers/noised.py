@@ -146,12 +146,12 @@ class NoisedSums:
     def _divides_at_once(self) -> bool:
         """Whether noise and division are one pass over the gradients.
 
-        Not where somebody calls one by itself, nor for a subclass with either of its own, which is
-        to find the sum with its noise in between.
+        Not where somebody calls one by itself, nor where either is another's (a subclass's, say),
+        which is to find the sum with its noise in between.
         """
-        own = type(self)
-        plain = own.add_noise is NoisedSums.add_noise and own.scale_grad is NoisedSums.scale_grad
-        return plain and self._listed is not None
+        own = [getattr(method, "__func__", None) for method in (self.add_noise, self.scale_grad)]
+        ours = [NoisedSums.add_noise, NoisedSums.scale_grad]
+        return self._listed is not None and own == ours
 
     def _divide(self, divisor: float | Tensor) -> None:
         grads = [parameter.grad for parameter in self.params]

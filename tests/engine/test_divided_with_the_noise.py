@@ -102,6 +102,25 @@ def test_a_part_of_ones_own_finds_the_sum(kind: type[DPOptimizer], divisor: int)
         torch.testing.assert_close(got, seen / divisor, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("name", "moment"), [("add_noise", 1), ("scale_grad", 0)])
+def test_a_part_that_is_wrapped_finds_the_sum(name: str, moment: int) -> None:
+    optimizer, plain = made(), made()
+    original, seen = getattr(optimizer, name), []
+
+    def around() -> None:
+        seen.append([p.grad.clone() if p.grad is not None else None for p in optimizer.params])
+        original()
+        seen.append([p.grad.clone() for p in optimizer.params])
+
+    setattr(optimizer, name, around)
+    optimizer.step()
+    plain.step()
+    want = grads(plain)
+    torch.testing.assert_close(grads(optimizer), want, rtol=1e-6, atol=0)
+    for total, mean in zip(seen[moment], want, strict=True):
+        torch.testing.assert_close(total.double(), mean * BATCH, rtol=1e-6, atol=0)
+
+
 def test_after_a_step_that_failed_nothing_counts_as_divided() -> None:
     optimizer, plain = made(), made()
 

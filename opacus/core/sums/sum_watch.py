@@ -98,7 +98,7 @@ class SumWatch:
             return divisor
         arrived = torch.cuda.Event()
         self._answer = (moved.to("cpu", non_blocking=True), arrived)
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(moved.device))
         return torch.where(moved, math.inf, divisor)
 
     def changed_before(self) -> bool:

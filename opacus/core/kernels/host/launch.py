@@ -107,12 +107,17 @@ class Variant:
         self._direct = _starts_directly(kernel)
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch on the current device and stream.
+        """Launch on the arguments' device, on its current stream.
 
         Args:
             grid: Programs, in up to three dimensions.
-            arguments: All arguments that are not constants, in order.
+            arguments: All arguments that are not constants, in order; the tensors on one device.
         """
+        place = _device_of(arguments)
+        if place >= 0 and place != torch.cuda.current_device():
+            with torch.cuda.device(place):  # on another one it would not wait for what they are of
+                self(grid, *arguments)
+            return
         if not self._direct or _is_watched(self.kernel):
             self.kernel[grid](*arguments, **self.constants)
             return
@@ -150,6 +155,14 @@ class Variant:
         layouts = tuple(getattr(a, "layout", None) for a in arguments)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         self._compiled[key] = _Compiled(run, function, metadata, constants, (compiled, layouts))
+
+
+def _device_of(arguments: tuple[Any, ...]) -> int:
+    """Index of the GPU that the first tensor is on; -1 if it is on none."""
+    for value in arguments:
+        if _points(value):
+            return (value if isinstance(value, Tensor) else value.base).get_device()
+    return -1
 
 
 def _examine(arguments: tuple[Any, ...], kind: list[Any]) -> list[Any] | None:

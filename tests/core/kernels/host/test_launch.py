@@ -125,6 +125,44 @@ def test_constants_do_not_mix() -> None:
     assert [launched[4][-1] for launched in fake_driver.launches] == [True, False] * 2
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_kernel_runs_on_the_card_of_its_arguments(no_device, monkeypatch, direct) -> None:
+    """As an operation of torch does, whatever the current card is."""
+    entered: list[int] = []
+
+    class Entered:
+        def __init__(self, place: int) -> None:
+            self.place, self.before = place, no_device.number
+
+        def __enter__(self) -> None:
+            no_device.number = self.place
+            entered.append(self.place)
+
+        def __exit__(self, *_: Any) -> None:
+            no_device.number = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: no_device.number)
+    on: list[int] = []
+    started = type(_kernel).run
+    monkeypatch.setattr(
+        type(_kernel), "run", lambda *a, **o: (on.append(no_device.number), started(*a, **o))[1]
+    )
+    for place in (1, 0, -1, 1):
+        monkeypatch.setattr(launch, "_device_of", lambda arguments, place=place: place)
+        variant = Variant(_kernel, **CONSTANTS)
+        variant._direct = direct
+        variant((1,), MEMORY, MEMORY, 3, 3, 1.0, 3)
+    assert entered == [1, 1] and on == [1, 0, 0, 1] and no_device.number == 0
+
+
+def test_the_device_of_arguments_is_that_of_the_first_tensor() -> None:
+    assert launch._device_of((3, MEMORY, 1.0)) == MEMORY.get_device() == -1
+    assert launch._device_of((3, 1.0)) == -1
+    shape = launch.TensorDescriptor(torch.zeros(2, 64, 64), [2, 64, 64], [4096, 64, 1], [1, 16, 32])
+    assert launch._device_of((3, shape)) == -1
+
+
 @pytest.mark.skipif(not KNOWN, reason="another Triton")
 def test_each_device_and_driver_has_its_own(no_device, through_triton, monkeypatch) -> None:
     variant, case = Variant(_kernel, **CONSTANTS), (MEMORY, MEMORY, 3, 3, 1.0, 3)
