@@ -4,12 +4,12 @@
 
 Three things make a Lightning run private:
 
-* the data module is wrapped in `DPLightningDataModule`, which draws batches by Poisson sampling;
 * `configure_optimizers` calls the privacy engine and returns the private optimizer;
+* `train_dataloader` returns the private loader, which draws batches by Poisson sampling;
 * `wrap_model=False`: the model keeps its class and the names of its weights, so that Lightning's
   checkpoints load without Opacus.
 
-Test accuracy at epsilon 3, delta 1e-4: 91.5% (90.8% to 92.2%) over the seeds 0 to 4, on a CPU.
+Test accuracy at epsilon 3, delta 1e-4: 92.2% (91.9% to 93.1%) over the seeds 0 to 4, on a CPU.
 """
 
 from __future__ import annotations
@@ -34,27 +34,8 @@ try:
 except ImportError as error:
     raise SystemExit("this example needs Lightning: pip install pytorch-lightning") from error
 
-from opacus.lightning import DPLightningDataModule
-
 # Ghost modes work, too: `training_step` then uses their criterion (docs/lightning.md).
 MODES = ("hooks", "functorch")
-
-
-class DigitsModule(pl.LightningDataModule):
-    """The digits, as any Lightning data module: nothing here knows of privacy."""
-
-    def __init__(self, data: Data, batch_size: int) -> None:
-        super().__init__()
-        self.data = data
-        self.batch_size = batch_size
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Batches to train on."""
-        return DataLoader(self.data.train, self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """All test images at once."""
-        return DataLoader(self.data.test, len(self.data.test))
 
 
 class PrivateDigits(pl.LightningModule):
@@ -62,21 +43,22 @@ class PrivateDigits(pl.LightningModule):
 
     Args:
         args: Options of the script.
+        data: The digits.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, data: Data) -> None:
         super().__init__()
-        self.args = args
+        self.args, self.data = args, data
         self.model = DigitsCNN()
         self.engine = PrivacyEngine()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plan the noise for all epochs; the loader only tells the size of data and batches."""
+        """Plan the noise for all epochs, and make the loader private."""
         args = self.args
-        hooks, optimizer, _ = self.engine.make_private_with_epsilon(
+        self.hooks, optimizer, self.loader = self.engine.make_private_with_epsilon(
             module=self.model,
             optimizer=torch.optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9),
-            data_loader=self.trainer.datamodule.train_dataloader(),
+            data_loader=DataLoader(self.data.train, args.batch_size),
             target_epsilon=args.epsilon,
             target_delta=args.delta,
             epochs=args.epochs,
@@ -84,8 +66,11 @@ class PrivateDigits(pl.LightningModule):
             grad_sample_mode=args.grad_sample_mode,
             wrap_model=False,
         )
-        self.hooks = hooks
         return optimizer
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The private loader; Lightning asks for it after the optimizer."""
+        return self.loader
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean loss of a batch; an empty one counts as a step, too."""
@@ -122,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         num_sanity_val_steps=0,
         enable_progress_bar=sys.stderr.isatty(),
     )
-    model = PrivateDigits(args)
-    private_data = DPLightningDataModule(DigitsModule(data, args.batch_size))
-    trainer.fit(model, datamodule=private_data)
-    scores = trainer.validate(model, datamodule=private_data, verbose=False)
+    model = PrivateDigits(args, data)
+    test = DataLoader(data.test, len(data.test))
+    trainer.fit(model, val_dataloaders=test)
+    scores = trainer.validate(model, dataloaders=test, verbose=False)
     return report(args, model.engine, scores[0]["accuracy"], Reporter(runtime))
 
 

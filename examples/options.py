@@ -150,6 +150,7 @@ def check_options(args: argparse.Namespace) -> None:
         ValueError: It names the option.
     """
     choose_device(args.device)
+    local_folder(args.model)
     _check_paths(args)
     if args.log_clipped and not args.logdir:
         raise ValueError("--log-clipped: needs --logdir, a folder for the curves")

@@ -313,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the example with these options."""
     args = parse_arguments(argv)
     if args.processes and not is_launched():
+        with short_errors(SCRIPT):
+            check_options(args)  # before processes start
         launch(args.processes, sys.argv[1:])
     with short_errors(SCRIPT):
         problem, model = prepare(args)

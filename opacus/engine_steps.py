@@ -122,7 +122,8 @@ class EngineSteps(EngineCheckpoints):
         if settings.choice is not None:
             model.auto_choice = settings.choice
         if settings.privacy_unit is not None:
-            model.name_units_by(settings.privacy_unit)
+            apart = is_distributed(settings.module) and settings.data_layout != "replicated"
+            model.name_units_by(settings.privacy_unit, apart)
         return model
 
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:

@@ -182,7 +182,7 @@ def config(args: argparse.Namespace, private: bool) -> Any:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=args.save,
-        eval_on_start=True,
+        eval_on_start=private,  # without privacy FSDP2 has not sharded the model by then
         save_strategy="steps",
         save_steps=args.save,
         fsdp=True,

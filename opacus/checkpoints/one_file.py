@@ -79,6 +79,7 @@ def load_training_state(
     inner = _inner(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
     if optimizer is not None:
+        _check_optimizer(checkpoint.get(_OPTIMIZER, {}), path, optimizer)
         book = type(accountant)()
         book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
         check_noise(optimizer, checkpoint, steps=len(book))
@@ -161,6 +162,21 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
 
 
 # --- optimizer ---
+
+
+def _check_optimizer(state: Mapping[str, Any], path: Any, optimizer: DPOptimizer) -> None:
+    """Refuse the state of another optimizer, which would fail in its next step.
+
+    One of another version of torch may lack options or have more, but not both.
+    """
+    for own, saved in zip(optimizer.param_groups, state.get("param_groups", []), strict=False):
+        ours, theirs = ({*group} - {"params", "initial_lr"} for group in (own, saved))
+        if ours - theirs and theirs - ours:
+            raise ValueError(
+                f"{_name(path)} is a checkpoint of another optimizer, with the options "
+                f"{sorted(theirs - ours)} and without {sorted(ours - theirs)} of "
+                f"{type(optimizer.original_optimizer).__name__}. Nothing was loaded"
+            )
 
 
 def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:

@@ -141,8 +141,11 @@ class GhostSettings(GradSampleHooks):
             return super().explain()
         backward = [layer.spec.name for layer in reversed(self._recorder.layers)]
         table, choices = planner.report.table(backward), planner.report.choices
-        if not choices and self._recorder.lone is not None and self._recorder.lone.ready:
+        lone = self._recorder.lone
+        if not choices and lone is not None and lone.ready:
             table += "\nBatches of one sample: autograd's whole gradient, kept; no layer is tapped."
+        elif not choices:
+            table += "\nNothing has been planned yet: it is in the first backward() of the loss."
         if choices:
             table += f"\n\n{planner.report.text(planner.held_bytes, planner.host_bytes)}"
         return table if self.auto_choice is None else f"{self.auto_choice}\n\n{table}"

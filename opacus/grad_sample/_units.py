@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.privacy.draws import Names
-from opacus.core.ranks.mesh import ModelRanks, ranks_of
+from opacus.core.ranks.mesh import ranks_of
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample._opacus_names import OpacusNames
 
 
@@ -27,6 +25,7 @@ class NamedByUser(OpacusNames):
     """
 
     names: Names | None = None
+    _ranks_differ = False
     auto_choice: ChosenMode | None = None
     privacy_unit: str | None = None
 
@@ -43,11 +42,16 @@ class NamedByUser(OpacusNames):
             )
         return str(self.auto_choice)
 
-    def name_units_by(self, privacy_unit: str) -> None:
+    def name_units_by(self, privacy_unit: str, ranks_differ: bool) -> None:
         """The model's argument of this name says whose each row is.
 
         Of a unit that keeps its name all rows are clipped together, so they are in one batch.
+
+        Args:
+            privacy_unit: The name.
+            ranks_differ: Whether other ranks have other rows.
         """
+        self._ranks_differ = ranks_differ
         self.privacy_unit = privacy_unit
         if privacy_unit not in DOCUMENTS:
             self.names = Names()
@@ -68,12 +72,6 @@ class NamedByUser(OpacusNames):
                 self.names.note(self._of_all_ranks(key, named.names))
         return args, kwargs
 
-    def _unit_ranks(self) -> ModelRanks | None:
-        """The ranks whose rows are others; ``None`` if there are none."""
-        kinds = DistributedDataParallel | DifferentiallyPrivateDistributedDataParallel
-        copied = any(isinstance(module, kinds) for module in self._module.modules())
-        return ranks_of(self._module) if copied else None
-
     def _of_all_ranks(self, key: str, names: Tensor) -> Tensor:
         """The units whose rows any rank has, each once.
 
@@ -81,10 +79,9 @@ class NamedByUser(OpacusNames):
             ValueError: On all ranks: several have rows of a unit, of which each would clip its own
                 part.
         """
-        ranks = self._unit_ranks()
-        if ranks is None:
+        if not self._ranks_differ:
             return names
-        everyone = ranks.gather_rows(names)
+        everyone = ranks_of(self._module).gather_rows(names)
         units, counts = everyone.unique(return_counts=True)
         if twice := units[counts > 1].tolist():
             raise ValueError(

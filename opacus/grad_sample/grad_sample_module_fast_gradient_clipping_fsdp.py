@@ -26,7 +26,7 @@ from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.gather_order import GatherOrder
 from opacus.core.ranks.lone_units import LoneSampleOfUnits
-from opacus.core.ranks.mesh import ModelRanks, ranks_of
+from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
@@ -147,9 +147,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         wide = any(p.dtype == torch.float64 for p in trainable.values())
         dtype = torch.float64 if wide else torch.float32
         return LayerShares(layers, list(trainable), self._ranks, dtype)
-
-    def _unit_ranks(self) -> ModelRanks | None:
-        return None if self.data_layout == "replicated" else self._ranks
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder

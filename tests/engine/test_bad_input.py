@@ -84,6 +84,8 @@ def test_norms_before_the_first_backward_say_what_is_missing() -> None:
     model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost"))[0]
     with pytest.raises(AttributeError, match=r"run the criterion's loss\.backward\(\) first"):
         model.per_sample_gradient_norms  # noqa: B018
+    model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost_bk"))[0]
+    assert "Nothing has been planned yet" in model.explain()
 
 
 class Scaled(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import opacus.core.record.own_weights
+import opacus.core.record.taps
 import opacus.core.sums.choice
 from tests.helpers import oracle
 from tests.helpers.carried import ROWS, STEPS, Case, batch, wanted
@@ -22,7 +22,7 @@ ONE = functools.partial(Case, mode="ghost_bk")
 @pytest.fixture(autouse=True)
 def _store_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 10**9)
-    monkeypatch.setattr(opacus.core.record.own_weights, "OWN_WEIGHT_TOKENS", 1)
+    monkeypatch.setattr(opacus.core.record.taps, "OWN_WEIGHT_TOKENS", 1)
 
 
 def learnt(**how: Any) -> Case:
@@ -101,6 +101,14 @@ def test_other_rows_frozen_layers_and_failed_passes() -> None:
     with torch.no_grad():
         case.module(batch(ROWS, 5)[0])
     assert case.error(0, 1, 8) < 2e-5 and not case.records
+
+
+def test_a_layer_that_is_compiled_by_itself_later_stays_compiled() -> None:
+    case = learnt()
+    layer = next(m for m in case.model.modules() if isinstance(m, nn.Linear) and m.bias is None)
+    compiled = layer._compiled_call_impl = functools.partial(layer._call_impl)  # as compile() does
+    assert case.error(0, 1, STEPS) < 2e-5
+    assert layer._compiled_call_impl is compiled
 
 
 @pytest.mark.parametrize("what", ["store", "keep"])

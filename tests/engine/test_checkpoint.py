@@ -89,6 +89,26 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
         run[0].load_checkpoint(path=io.BytesIO(b"hello"), module=run[1])
 
 
+def test_another_optimizer_is_refused() -> None:
+    run, buffer, other = private("hooks", model()), io.BytesIO(), model()
+    steps(run, 1)
+    run[0].save_checkpoint(path=buffer, module=run[1], optimizer=run[2])
+    buffer.seek(0)
+    engine = PrivacyEngine(accountant="rdp")
+    wrapped, optimizer, _ = engine.make_private(
+        module=other,
+        optimizer=torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
+        data_loader=DataLoader(data(), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(ValueError, match=r"another optimizer, with .*'betas'.*'momentum'.* of SGD"):
+        engine.load_checkpoint(path=buffer, module=wrapped, optimizer=optimizer)
+    assert len(engine.accountant) == 0 and not optimizer.state
+    assert all(map(torch.equal, other.parameters(), before))
+
+
 def test_a_plain_optimizer_is_refused() -> None:
     run, buffer, plain = private("hooks", model()), io.BytesIO(), model()
     run[0].save_checkpoint(path=buffer, module=run[1], optimizer=run[2])

@@ -180,6 +180,16 @@ def test_samples_that_are_not_finite_and_none_at_all() -> None:
     assert all(bool((g == 0).all()) for g in step(tokens[:0], labels[:0]).values())
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_no_sample_where_the_head_trains_its_bias_alone(mode: str) -> None:
+    model, (tokens, labels) = Net(tied=True).double(), batch()
+    model.head.weight.requires_grad_(False)
+    grads = oracle.per_sample_gradients(model, with_logits, (tokens, labels))
+    wrapped = run(model, mode, float(oracle.norms(grads).max()) / 2, True, (tokens[:0], labels[:0]))
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    assert len(trained) == 3 and all(bool((p.grad == 0).all()) for p in trained)
+
+
 def test_batches_of_one_sample() -> None:
     """The second one runs without taps, on autograd's own gradient."""
     torch.manual_seed(0)

@@ -24,8 +24,8 @@ def run(*options: str, monkeypatch) -> tuple[script.PrivateDigits, Outcome]:
     made = []
     original = script.PrivateDigits.__init__
 
-    def keep(self, args):
-        original(self, args)
+    def keep(self, args, data):
+        original(self, args, data)
         made.append(self)
 
     monkeypatch.setattr(script.PrivateDigits, "__init__", keep)

@@ -14,6 +14,7 @@ from opacus.core.norms.kept import Kept, Queue
 from opacus.core.norms.together import Together
 from opacus.core.platform.profiling import each_layer
 from opacus.core.platform.sizes import FORMED_ELEMENTS, FORMED_SHARE, MEASURED_TOGETHER
+from opacus.core.platform.torch_internals import stream_number
 from opacus.core.record.blocks import Visit
 from opacus.core.record.record import Record
 from opacus.core.rules.base import pad_rows
@@ -121,7 +122,8 @@ class NormLedger:
         self.norms = SquaredNorms(batch)
         self.kept = Kept()
         self._queue = Queue(budget_bytes)
-        self._unmeasured: list[Record] = []  # of what is held
+        # Of what is held, by stream: another one may come to a record before its tensors are there.
+        self._unmeasured: dict[tuple[torch.device, int], list[Record]] = {}
 
     @property
     def waiting(self) -> list[Record]:
@@ -236,12 +238,17 @@ class NormLedger:
         for record in rest:
             record.keep()
             self.norms.layers.add(record.spec.name)  # no other use may come any more
-            waits = record.layer.rule.takes_several and not (limited or self.deferred)
-            (self._unmeasured if waits else now).append(record)
+            if limited or self.deferred or not record.layer.rule.takes_several:
+                now.append(record)
+                continue
+            on = record.device
+            place = on, stream_number(on.index) if on.type == "cuda" else 0
+            waiting = self._unmeasured.setdefault(place, [])
+            waiting.append(record)
+            if len(waiting) >= MEASURED_TOGETHER:
+                self.norms.measure(self._unmeasured.pop(place))
         if now:
             Together(self).measure(now)
-        if len(self._unmeasured) >= MEASURED_TOGETHER:
-            self.measure_held()
         visit = planner.leaving() if limited else None
         if visit is not None:
             for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
@@ -249,9 +256,8 @@ class NormLedger:
 
     def measure_held(self) -> None:
         """Norms of the layers that wait though they are held for the sum; no more come."""
-        held, self._unmeasured = self._unmeasured, []
-        if held:
-            self.norms.measure(held)
+        while self._unmeasured:
+            self.norms.measure(self._unmeasured.popitem()[1])
 
     def forms(self, record: Record) -> bool:
         """Form small per-sample gradients, if they alone are kept for a second pass."""

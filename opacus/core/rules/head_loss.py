@@ -67,7 +67,8 @@ class HeadLossRule(LayerRule):
         self, spec: LayerSpec, activations: Any, backprops: Any
     ) -> dict[str, Tensor]:
         head, grads = _head(activations), {}
-        rows = (len(backprops), len(head.weight) or spec.shapes["weight"][0])
+        vocabulary = next(iter(spec.shapes.values()))[0]  # a record of nobody has no weight
+        rows = (len(backprops), vocabulary)
         wanted = Wanted(hidden=self.hidden.room(head, backprops))
         if "weight" in spec.params:
             grads["weight"] = head.hidden.new_zeros(*rows, head.hidden.shape[-1])

@@ -185,9 +185,24 @@ def test_what_is_held_without_a_norm_is_refused() -> None:
     own = ledger()
     for record in records_of(layers, inputs):
         own.add(record)
-    lost = own._unmeasured.pop()
+    (waiting,) = own._unmeasured.values()
+    lost = waiting.pop()
     with pytest.raises(RuntimeError, match=rf"{lost.spec.name}' \(Linear\) was not measured"):
         own.finish()
+
+
+def test_each_stream_has_its_own_group(monkeypatch) -> None:
+    """A stream may not read what another one is still to write."""
+    monkeypatch.setattr(norms, "MEASURED_TOGETHER", 3)
+    monkeypatch.setattr(norms, "stream_number", lambda index: index)
+    layers, inputs, _model = block()
+    own, records, seen = ledger(), records_of(layers, inputs), []
+    for record, number in zip(records, [1, 2, 1, 2, 2, 1, 1], strict=True):
+        record.device = torch.device("cuda", number)  # where it says it is
+        own.add(record)
+        seen.append(len(own.norms.by_owner))
+    assert seen == [0, 0, 0, 0, 3, 6, 6]
+    assert own.finish().keys() == expected(records).keys()
 
 
 def test_only_what_is_held_anyway_waits() -> None:
