@@ -128,6 +128,15 @@ def all_sharded(shards: Sequence[Tensor], likes: Sequence[DTensor]) -> list[DTen
     return found
 
 
+def parts_like(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """A vector cut into views with the shapes of other tensors, whose elements are as many."""
+    cut: Any = getattr(torch._C._nn, "unflatten_dense_tensors", None)
+    if cut is not None:
+        return list(cut(flat, likes))
+    parts = flat.split_with_sizes([like.numel() for like in likes])
+    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
+
+
 def _from_local(local: Tensor, like: DTensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
@@ -276,9 +285,10 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> None:
     module.__dict__["_compiled_call_impl"] = function
 
 
-def calls_itself(module: nn.Module) -> None:
-    """After :func:`call_instead`: the module is called as ever."""
-    module.__dict__.pop("_compiled_call_impl", None)
+def calls_themselves(modules: Iterable[nn.Module]) -> None:
+    """After :func:`call_instead`: the modules are called as ever."""
+    for module in modules:
+        module.__dict__.pop("_compiled_call_impl", None)
 
 
 def packs_saved_tensors() -> bool:

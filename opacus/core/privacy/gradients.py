@@ -55,7 +55,9 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     Raises:
         ValueError: It names the parameters.
     """
-    hooked = [name for name, p in parameters if p.requires_grad and has_hooks(p)]
+    late = "_post_accumulate_grad_hooks"
+    some = [(n, p) for n, p in parameters if p._backward_hooks or getattr(p, late, None)]
+    hooked = [name for name, p in some if p.requires_grad and has_hooks(p)]
     if hooked:
         raise ValueError(
             f"parameters {hooked[:5]} have hooks (register_hook or "

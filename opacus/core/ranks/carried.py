@@ -41,13 +41,15 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
+from opacus.core.ranks.carrier_nodes import Target, UnitNode, Unused
 from opacus.core.ranks.lone_units import UseOfUnits
-from opacus.core.record.carriers import BOTH, Carriers, twice_differentiated
+from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.own_weights import (
+    Owned,
     can_own,
-    disown,
-    own_it,
+    disown_weights,
+    own_weights,
     units_may_own,
     views_to_own,
 )
@@ -56,7 +58,6 @@ from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
-from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -73,6 +74,7 @@ class _CarriedLayer(NamedTuple):
         likes: One tensor without memory for each of them.
         dims: Of its output.
         choice: Of the planner, where gradients are stored; else the layer's record is kept.
+        name: Of the layer.
         owners: Names in the model of the parameters whose gradients the carriers get.
         owns: The layer, if each sample may have a weight of its own.
     """
@@ -82,6 +84,7 @@ class _CarriedLayer(NamedTuple):
     likes: list[Tensor]
     dims: int
     choice: Choice | None
+    name: str
     owners: tuple[str, ...]
     owns: nn.Module | None
 
@@ -135,8 +138,7 @@ class Carried:
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfUnits | None = None
-        # Units that run, with the layers of each that have weights of samples.
-        self._entered: list[tuple[nn.Module, _Carrying, list[nn.Module]]] = []
+        self._entered: list[tuple[nn.Module, _Carrying, Owned]] = []
         self._units: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -212,7 +214,7 @@ class Carried:
             ]
             own = [layer for layer in maybe if layer is not None]
             if own:
-                names = frozenset(layer.hooks.layer.spec.name for layer in own)
+                names = frozenset(layer.name for layer in own)
                 found[unit] = _Carrying(
                     own,
                     names,
@@ -237,32 +239,23 @@ class Carried:
         if carrying is None or self._use is None or not torch.is_grad_enabled():
             self._run_again(unit)
             return
-        one, may_own = self._use.forward_pass, units_may_own(carrying.device)
-        targets: list[Target] = []
-        likes: list[Tensor] = []
-        for layer in carrying.layers:
-            views = views_to_own(layer.owns, one.batch) if may_own and layer.owns else None
-            targets.append(_target(layer, one, owns=views is not None))
-            if views is not None:
-                likes.append(views)
-            else:
-                likes += [_with_rows(like, one.batch) for like in layer.likes]
-        first = carrying.layers[0].hooks.layer.spec
-        carriers = _Carriers.apply(ANCHOR, self._use, targets, likes, first)
-        assert carriers is not None
-        rest, owners = iter(carriers), list[nn.Module]()
+        one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
+        with torch.no_grad():
+            targets, likes = _targets(carrying, one)
+        carriers = iter(UnitNode.apply(ANCHOR, self._use, targets, likes, first) or ())
+        owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
             if isinstance(target, str) and layer.owns is not None:
-                own_it(layer.owns, next(rest))
-                owners.append(layer.owns)
+                owned.append((layer.owns, next(carriers)))
             else:
-                own = tuple([next(rest) for _ in layer.likes])
+                own = tuple([next(carriers) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
+        own_weights(owned)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
         if unit._compiled_call_impl is not None:
             carrying.layers[0].hooks.recorder.reached.note(one)
-        self._entered.append((unit, carrying, owners))
+        self._entered.append((unit, carrying, owned))
 
     def _run_again(self, unit: nn.Module) -> None:
         """If a checkpoint does so with a compiled unit, its graph finds carriers, as before."""
@@ -281,7 +274,7 @@ class Carried:
         one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
         for layer in carrying.layers:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
-            own = _Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
+            own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
             layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
         self._entered.append((unit, carrying, []))
 
@@ -291,24 +284,29 @@ class Carried:
             self._out()
 
     def _out(self) -> None:
-        _, carrying, owners = self._entered.pop()
-        for layer in carrying.layers:
-            layer.hooks.carriers = None
-        for module in owners:
-            disown(module)
+        _, carrying, owned = self._entered.pop()
+        disown_weights(owned)
+        if len(owned) < len(carrying.layers):
+            for layer in carrying.layers:
+                layer.hooks.carriers = None
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
             "_known": {},
             "learning": None,
             "_again": set(),
-            "_passes": weakref.WeakKeyDictionary(),
             "_now": {},
             "running": False,
             "_use": None,
             "_entered": [],
         }
-        return {**self.__dict__, **empty, "_units": {}, "choices": {}}
+        state = {**self.__dict__, **empty, "_units": {}, "choices": {}}
+        del state["_passes"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._passes = weakref.WeakKeyDictionary()
 
 
 def _carried(
@@ -334,21 +332,35 @@ def _carried(
     likes = [_without_memory(row) for row in rows if row is not None]
     (dims,) = [dims for own, dims in seen.kinds if own == name]
     owners = tuple([layer.owners[local] for local in layer.spec.params])
-    owns = choice is not None and name in seen.long and can_own(layer)
-    return _CarriedLayer(hooks, form, likes, dims, choice, owners, layer.module if owns else None)
+    once = name in seen.long and name not in uses.recomputed
+    owns = layer.module if choice is not None and once and can_own(layer) else None
+    return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns)
 
 
-# Where what a layer carries goes: to its record, or to gradients of these names; of one name, that
-# of a weight which each sample has for itself.
-Target = Use | tuple[str, ...] | str
+def _targets(carrying: _Carrying, forward_pass: ForwardPass) -> tuple[list[Target], list[Tensor]]:
+    """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
+    batch, uses = forward_pass.batch, forward_pass.generation.uses
+    may_own = units_may_own(carrying.device)
+    targets: list[Target] = []
+    likes: list[Tensor] = []
+    for layer in carrying.layers:
+        views = None
+        if layer.choice is None:
+            targets.append(_target(layer, forward_pass))
+        else:
+            uses[layer.name] = uses.get(layer.name, 0) + 1
+            views = views_to_own(layer.owns, batch) if may_own and layer.owns is not None else None
+            targets.append(layer.owners if views is None else layer.owners[0])
+        if views is None:
+            likes += [_with_rows(like, batch) for like in layer.likes]
+        else:
+            likes.append(views)
+    return targets, likes
 
 
-def _target(carried: _CarriedLayer, forward_pass: ForwardPass, *, owns: bool) -> Target:
-    """That of a layer that is about to run, whose use is noted."""
-    layer, uses = carried.hooks.layer, forward_pass.generation.uses
-    if carried.choice is not None:
-        uses[layer.spec.name] = uses.get(layer.spec.name, 0) + 1
-        return carried.owners[0] if owns else carried.owners
+def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Use:
+    """That of a layer whose record is kept: its use."""
+    layer = carried.hooks.layer
     use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
     use.register(_with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
     return use
@@ -362,58 +374,3 @@ def _with_rows(like: Tensor, batch: int | None) -> Tensor:
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device whose elements are one."""
     return tensor.new_zeros(()).expand(tensor.shape)
-
-
-class _Carriers(torch.autograd.Function):
-    """The node of a unit; see Note [Carriers]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        use: UseOfUnits,
-        targets: list[Target],
-        likes: list[Tensor],
-        spec: LayerSpec,
-    ) -> tuple[Tensor, ...]:
-        ctx.carried, ctx.targets, ctx.spec = use, targets, spec
-        ctx.set_materialize_grads(False)
-        return tuple([like.detach() for like in likes])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise twice_differentiated(ctx.spec)
-        formed: dict[str, Tensor] = {}
-        rest = iter(grads)
-        for target in ctx.targets:
-            if isinstance(target, str):
-                grad = next(rest)
-                if grad is not None:
-                    formed[target] = grad.mT.contiguous()  # of the view [d, p]
-            elif isinstance(target, Use):
-                x, grad = next(rest), next(rest)
-                if x is not None and grad is not None:  # what took no part has none
-                    target.sink.deliver(target, (x,), (grad,))
-            else:
-                formed.update({owner: grad for owner in target if (grad := next(rest)) is not None})
-        ctx.carried.deliver(formed)
-        return None, None, None, None, None
-
-
-class _Unused(torch.autograd.Function):
-    """Carriers of a layer that a checkpoint runs again: those of the forward pass get gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, spec: LayerSpec, likes: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        ctx.spec = spec
-        return tuple([like.detach() for like in likes])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"a checkpoint has run {ctx.spec} again, and a gradient is taken through what that "
-            "gave: use checkpoint(..., use_reentrant=False). Nothing was added to the model"
-        )

@@ -90,7 +90,7 @@ class ShardedSink:
             if total is not None:
                 self.hold(name, total)
             return
-        earlier = self.unreduced.pop(name)
+        earlier = self.unreduced.pop(name) if self.unreduced else None
         if earlier is not None:
             terms.later = [*terms.later, lambda: earlier]
         if self._shards[name].elements <= LAST_BUCKET_ELEMENTS:
@@ -104,9 +104,9 @@ class ShardedSink:
 
     def _take(self, name: str, terms: Terms) -> None:
         shards = self._shards[name]
-        if not self._bucket.takes(shards.elements, shards.reduction):
+        if not self._bucket.put(name, terms, shards.elements, shards.reduction):
             self._launch()
-        self._bucket.put(name, terms, shards.elements, shards.reduction)
+            self._bucket.put(name, terms, shards.elements, shards.reduction)
 
     def finish(self) -> None:
         """Reduce what is left and set every parameter's ``grad``, unless sums wait for later."""
@@ -267,8 +267,8 @@ class ShardedSink:
 
     def _add(self, names: Sequence[str], shard: Tensor) -> None:
         """Add a bucket's shards to the gradients of its parameters."""
-        parts = torch.split_with_sizes(shard, [self._shards[name].size for name in names])
-        add_shards([self.parameters[name] for name in names], parts)
+        sizes = [self._shards[name].size for name in names]
+        add_shards([self.parameters[name] for name in names], shard, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         transient: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.core.platform.sharded import is_dtensor, local_of, locals_of
-from opacus.core.platform.torch_internals import all_sharded
-from opacus.core.sums.terms import add_to_grad
+from opacus.core.platform.torch_internals import all_sharded, parts_like
 
 
 @dataclass(frozen=True)
@@ -51,22 +50,29 @@ class Shards:
         return self.group, self.replicas, self.dtype, self.home
 
 
-def add_shards(parameters: Sequence[Any], values: Iterable[Tensor]) -> None:
+def add_shards(parameters: Sequence[Any], flat: Tensor, sizes: Sequence[int]) -> None:
     """Add to the gradients of sharded parameters.
 
     Args:
         parameters: Sharded by FSDP2.
-        values: One for each, flat; starts with this rank's shard of what is added.
+        flat: So many elements for each, one after the other, which start with this rank's shard of
+            what is added.
+        sizes: How many.
     """
-    shards = []
-    for local, value in zip(locals_of(parameters), values, strict=True):
-        size = local.numel()
-        own = (value if value.numel() == size else value[:size]).view(local.shape)
-        if own.dtype != local.dtype or own.device != local.device:
-            own = own.to(device=local.device, dtype=local.dtype)
-        shards.append(own)
+    locals_ = locals_of(parameters)
+    own = [local.numel() for local in locals_]
+    if own == list(sizes):
+        shards = parts_like(flat, locals_)
+    else:
+        parts = zip(flat.split_with_sizes(list(sizes)), own, locals_, strict=True)
+        shards = [part[:size].view(local.shape) for part, size, local in parts]
+    shards = [
+        s if s.dtype == local.dtype and s.device == local.device else s.to(local)
+        for s, local in zip(shards, locals_, strict=True)
+    ]
     for parameter, grad in zip(parameters, all_sharded(shards, parameters), strict=True):
-        add_to_grad(parameter, grad)
+        known = parameter.grad
+        parameter.grad = grad if known is None else known + grad
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:

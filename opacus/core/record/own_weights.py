@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS, OWN_WEIGHT_WIDTH
+from opacus.core.platform.sizes import OWN_WEIGHT_WIDTH
 from opacus.core.platform.torch_internals import (
     call_instead,
-    calls_itself,
+    calls_themselves,
     hooks_every_module,
     packs_saved_tensors,
 )
 from opacus.core.record.layers import Layer
 
-
-def tokens_suffice(x: Tensor, output: Tensor) -> bool:
-    """Whether a product of each sample's rows takes no longer than one of all rows."""
-    return x.dim() == output.dim() == 3 and x.shape[1] >= OWN_WEIGHT_TOKENS
+# Layers, and the weights of each for all samples.
+Owned = list[tuple[nn.Module, Tensor]]
 
 
 def can_own(layer: Layer) -> bool:
@@ -44,7 +42,10 @@ def can_own(layer: Layer) -> bool:
 
 
 def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
-    """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now."""
+    """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now.
+
+    It is called without gradient tracking.
+    """
     own = module.__dict__
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     alone = (
@@ -56,7 +57,7 @@ def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
         return None
     if not (weight.requires_grad and weight.is_leaf):
         return None
-    return weight.detach().t().expand(batch, -1, -1)
+    return weight.t().expand(batch, -1, -1)
 
 
 def units_may_own(device: torch.device) -> bool:
@@ -68,21 +69,28 @@ def units_may_own(device: torch.device) -> bool:
     return not (casts or hooks_every_module() or packs_saved_tensors())
 
 
-def own_it(module: nn.Module, weights: Tensor) -> None:
-    """From now on the layer runs with these ``[B, d, p]``; see :func:`disown`."""
-    call_instead(module, functools.partial(_run, weights, module))
+def own_weights(owned: Owned) -> None:
+    """From now on these layers run with their ``[B, d, p]``; see :func:`disown_weights`."""
+    for module, weights in owned:
+        weight = module._parameters["weight"]
+        call_instead(module, functools.partial(_run, weights, weight, module))
 
 
-def disown(module: nn.Module) -> None:
-    """The layer runs as ever."""
-    calls_itself(module)
+def disown_weights(owned: Owned) -> None:
+    """The layers run as ever."""
+    calls_themselves([module for module, _ in owned])
 
 
-def _run(weights: Tensor, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(weights: Tensor, weight: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer whose ``weight`` the ``weights`` are views of, if they still are."""
     x = args[0] if len(args) == 1 and not kwargs else None
     if (
         type(x) is Tensor
-        and (x.dtype, x.dim(), x.shape[:1]) == (weights.dtype, 3, weights.shape[:1])  # as learnt
+        and x.dtype is weights.dtype
+        and x.dim() == 3
+        and x.shape[0] == weights.shape[0]
+        and module._parameters["weight"] is weight
+        and weight.data_ptr() == weights.data_ptr()
         and not packs_saved_tensors()
     ):
         return torch.bmm(x, weights)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.sharded import is_dtensor
+from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
-from opacus.core.record.own_weights import tokens_suffice
 from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
@@ -142,7 +142,7 @@ class Taps:
         use.register(output.shape, counted=not self.in_backward)
         if isinstance(loss, HeadUse):
             return loss.tap(use, output)
-        if tokens_suffice(x, output):
+        if x.dim() == output.dim() == 3 and x.shape[1] >= OWN_WEIGHT_TOKENS:
             one.long.add(spec.name)
         return tap_one(ANCHOR, use, output, x)
 

@@ -208,7 +208,8 @@ class WholeUse:
         generation.waiting.discard(self)
         generation.begun = True
         with torch.no_grad():
-            sink(self.forward_pass, {name: grad.detach() for name, grad in grads.items()})
+            plain = {n: g.detach() if g.requires_grad else g for n, g in grads.items()}
+            sink(self.forward_pass, plain)
 
 
 class Trainable(NamedTuple):

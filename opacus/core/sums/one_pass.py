@@ -73,7 +73,7 @@ class OnePass(Ghost):
         self.summed.running.add(forward_pass)
         self.recorder.passes.join(forward_pass)
         self.ledger.take_formed(grads, {owner: self._layer_of[owner] for owner in grads})
-        self.planner.held_bytes += sum([g.numel() * g.element_size() for g in grads.values()])
+        self.planner.held_bytes += sum([g.nbytes for g in grads.values()])
         if self.recorder.carried is not None:
             self.planner.report.choices.update(self.recorder.carried.choices)
 
@@ -155,7 +155,8 @@ class OnePass(Ghost):
         names.reverse()
         for name, following in zip(names, [*names[1:], ""], strict=True):
             terms = sums.terms_of(name, () if replay is None else replay.terms_of(name))
-            sums.fetch(following)
+            if sums.some_are_away:
+                sums.fetch(following)
             self.sink.put(name, terms)
         self.sink.finish()
         self.doubt = compared(self.planner.seen, BLOCK_ADVICE)

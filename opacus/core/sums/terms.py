@@ -147,21 +147,25 @@ class Bucket:
         self._elements = 0
         self._kind: Hashable = None
 
-    def takes(self, elements: int, kind: Hashable = None) -> bool:
-        """Whether a parameter belongs into it; a large one has a bucket for itself.
+    def put(self, name: str, terms: Terms, elements: int, kind: Hashable = None) -> bool:
+        """Take the terms of a parameter, if they belong into it; a large one has one for itself.
 
         Args:
+            name: Of the parameter.
+            terms: Of its sum.
             elements: Of the parameter.
             kind: Equal for parameters that can be handled together.
+
+        Returns:
+            Whether they were taken.
         """
         room = self._elements + elements <= BUCKET_ELEMENTS and kind == self._kind
-        return room or not self.terms
-
-    def put(self, name: str, terms: Terms, elements: int, kind: Hashable = None) -> None:
-        """See :meth:`takes`."""
+        if self.terms and not room:
+            return False
         self.terms[name] = terms
         self._elements += elements
         self._kind = kind
+        return True
 
 
 class KeptSums:
@@ -170,6 +174,9 @@ class KeptSums:
     Args:
         kept: Gradients and records; the records are forgotten there.
         weighting: With the clipping factors.
+
+    Attributes:
+        some_are_away: Whether any of it is in host memory.
     """
 
     def __init__(self, kept: Kept, weighting: Weighting) -> None:
@@ -178,17 +185,15 @@ class KeptSums:
         self._by_owner: dict[str, list[Record]] = {}
         self._grads: dict[int, dict[str, Tensor]] = {}
         self._excluded = weighting.masked
-        self._some_are_away = bool(kept.away)
+        self.some_are_away = bool(kept.away)
         for record in kept.take_held():
             if not record.tensors:
-                self._some_are_away = True
+                self.some_are_away = True
             for owner in {record.layer.owners[n] for n in record.spec.params}:
                 self._by_owner.setdefault(owner, []).append(record)
 
     def fetch(self, owner: str) -> None:
         """Begin to copy back what waits in host memory for a parameter's sum."""
-        if not self._some_are_away:
-            return
         if owner in self.kept.away:
             self.kept.away[owner].fetch()
         for record in self._by_owner.get(owner, ()):
@@ -204,6 +209,8 @@ class KeptSums:
         kept, excluded, factors = self.kept, self._excluded, self.weighting.shared
         if factors is None:
             factors = self.weighting.clipped.of(owner)
+        if not (more or self._by_owner or kept.rounded or kept.away):  # there may be hundreds
+            return Terms(kept.formed.pop(owner, None), (), factors, excluded)
         if owner in kept.rounded:
             factors = scaled_factors(factors, kept.rounded.pop(owner).scales, excluded)
         records = self._by_owner.pop(owner, ())
@@ -254,9 +261,9 @@ class LocalSink:
     def put(self, name: str, terms: Terms) -> None:
         if terms.stored is not None and not terms.later:
             elements = self.parameters[name].numel()
-            if not self._bucket.takes(elements):
+            if not self._bucket.put(name, terms, elements):
                 self.finish()
-            self._bucket.put(name, terms, elements)
+                self._bucket.put(name, terms, elements)
             return
         total = terms.value()
         if total is not None:

@@ -139,8 +139,8 @@ def test_a_bucket_takes_what_is_handled_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(terms_module, "BUCKET_ELEMENTS", 10)
     terms = Terms(rows(B, 3), [], torch.rand(B, dtype=torch.float64), None)
     bucket = Bucket()
-    assert bucket.takes(11, "a")  # a large one, alone
-    bucket.put("one", terms, 6, "a")
-    assert bucket.takes(4, "a") and not bucket.takes(5, "a") and not bucket.takes(4, "b")
-    bucket.put("two", terms, 4, "a")
-    assert list(bucket.terms) == ["one", "two"] and not bucket.takes(1, "a")
+    assert Bucket().put("large", terms, 11, "a")  # alone
+    assert bucket.put("one", terms, 6, "a")
+    assert not bucket.put("two", terms, 5, "a") and not bucket.put("two", terms, 4, "b")
+    assert bucket.put("two", terms, 4, "a")
+    assert list(bucket.terms) == ["one", "two"] and not bucket.put("three", terms, 1, "a")

@@ -1,0 +1,167 @@
+"""Adapters whose weight each sample has for itself: exact, and only where nobody else looks on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.stateless import _reparametrize_module
+
+import opacus.core.ranks.carried
+from opacus.core.record.own_weights import Owned, own_weights
+from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer
+from tests.helpers.lone_sample import no_gradient
+
+ALL = 4  # the low-rank layers without a bias
+
+
+@pytest.fixture
+def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The layers that have run so, in the latest step."""
+    for module, name in [
+        (opacus.core.sums.choice, "KEEP_PASSES"),
+        (opacus.core.sums.choice, "STORE_PASSES"),
+        (opacus.core.record.taps, "OWN_WEIGHT_TOKENS"),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
+    prefer("store")
+    found: list[nn.Module] = []
+
+    def noting(layers: Owned) -> None:
+        found.extend(module for module, _ in layers)
+        own_weights(layers)
+
+    monkeypatch.setattr(opacus.core.ranks.carried, "own_weights", noting)
+    return found
+
+
+def learnt(owned: list[nn.Module], **how: Any) -> Case:
+    case = Case(mode="ghost_bk", **how)
+    for step in range(STEPS):
+        owned.clear()
+        assert case.error(0, 1, step) < 2e-5
+    assert len(owned) == ALL and not case.records
+    return case
+
+
+def exact(case: Case, owned: list[nn.Module], seed: int = 9, **how: Any) -> int:
+    """A step is exact; how many layers had weights of their own."""
+    owned.clear()
+    assert case.error(0, 1, seed, **how) < 2e-5
+    assert not any("_compiled_call_impl" in vars(m) for m in case.model.modules())
+    return len(owned)
+
+
+def test_uses_batches_and_copies(owned: list[nn.Module]) -> None:
+    case = learnt(owned)
+    assert exact(case, owned, rows=2) == ALL  # fewer samples
+    case.double.blocks[1].reused = case.model.blocks[1].reused = True
+    assert exact(case, owned) == ALL and "blocks.1.up.a" not in case.records
+    assert exact(case, owned, views=2) > 0
+
+
+@contextlib.contextmanager
+def hooked(case: Case) -> Iterator[Any]:
+    handle = case.model.blocks[0].up.a.register_forward_hook(lambda m, a, output: output * 1.0)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def watched(case: Case) -> Iterator[Any]:
+    handle = case.model.blocks[0].up.a.register_full_backward_hook(lambda m, i, o: None)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def replaced(case: Case) -> Iterator[Any]:
+    layer = case.model.blocks[0].up.a
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+    yield
+    del layer.forward
+
+
+@contextlib.contextmanager
+def all_hooked(case: Case) -> Iterator[Any]:
+    handle = register_module_forward_hook(lambda m, a, output: None)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def saved_elsewhere(case: Case) -> Iterator[Any]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [(hooked, 3), (watched, 3), (replaced, 3), (all_hooked, 0), (saved_elsewhere, 0)],
+)
+def test_who_looks_on_sees_the_call(
+    owned: list[nn.Module], how: Callable[[Case], Any], left: int
+) -> None:
+    case = learnt(owned)
+    with how(case):
+        assert exact(case, owned) == left
+    assert exact(case, owned) == ALL
+
+
+def test_a_layer_that_is_frozen_or_called_otherwise(owned: list[nn.Module]) -> None:
+    case = learnt(owned)
+    layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    assert exact(case, owned) == ALL - 1
+    for layer in layers:
+        layer.weight.requires_grad_(True)
+    up, forward = case.model.blocks[0].up, case.model.blocks[0].up.forward
+    up.forward = lambda x: forward(x.unsqueeze(2)).squeeze(2)  # other dimensions: a record
+    assert exact(case, owned) == ALL and "blocks.0.up.a" in case.records
+    del up.forward
+    steps = [exact(case, owned) for _ in range(3)]
+    assert steps[0] == 0  # followed again
+    assert exact(case, owned) == ALL and not case.records
+
+
+def test_another_weight_in_its_place_is_the_one_that_runs(owned: list[nn.Module]) -> None:
+    case = learnt(owned)
+    block, other = case.model.blocks[0], torch.randn(2, 8)
+    forward = block.forward
+
+    def swapped(x: Tensor) -> Any:
+        with _reparametrize_module(block, {"up.a.weight": other}):
+            return forward(x)
+
+    x = batch(ROWS, 3)[0]
+    block.forward = swapped
+    found = case.module(x)
+    del block.forward
+    case.model.eval()
+    with torch.no_grad():
+        block.up.a.weight.copy_(other)
+    torch.testing.assert_close(found, case.model(x))
+
+
+def test_what_passes_the_layer_by_is_noticed(owned: list[nn.Module]) -> None:
+    case = learnt(owned)
+    x, y = batch(ROWS, 5)
+    block, forward = case.model.blocks[0], case.model.blocks[0].forward
+    block.forward = lambda t: forward(t) + block.up.a.weight.sum()
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.a\.weight"):
+        case.loss(case.module(x), y).backward()
+    assert no_gradient(case.model)
+    del block.forward
+    block.up.a.eval()  # alone
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.a\.weight"):
+        case.loss(case.module(x), y).backward()
+    block.up.a.train()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        case.module(x).sum().backward(create_graph=True)
+    assert exact(case, owned) == ALL
