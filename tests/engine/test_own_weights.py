@@ -14,8 +14,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 import opacus.core.ranks.carried
 from opacus.core.record.own_weights import Owned, own_weights
-from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer
+from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer, wanted
 from tests.helpers.lone_sample import no_gradient
+from tests.helpers.oracle import relative_error
 
 ALL = 4  # the low-rank layers without a bias
 
@@ -32,9 +33,9 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     prefer("store")
     found: list[nn.Module] = []
 
-    def noting(layers: Owned) -> None:
+    def noting(layers: Owned, cast: torch.dtype | None) -> None:
         found.extend(module for module, _ in layers)
-        own_weights(layers)
+        own_weights(layers, cast)
 
     monkeypatch.setattr(opacus.core.ranks.carried, "own_weights", noting)
     return found
@@ -125,9 +126,30 @@ def test_a_layer_that_is_frozen_or_called_otherwise(owned: list[nn.Module]) -> N
     up.forward = lambda x: forward(x.unsqueeze(2)).squeeze(2)  # other dimensions: a record
     assert exact(case, owned) == ALL and "blocks.0.up.a" in case.records
     del up.forward
-    steps = [exact(case, owned) for _ in range(3)]
-    assert steps[0] == 0  # followed again
+    counts = [exact(case, owned) for _ in range(3)]
+    assert counts[0] == 0  # followed again
     assert exact(case, owned) == ALL and not case.records
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_rounds_as_it_does_without_privacy(owned: list[nn.Module], inside: bool) -> None:
+    """Around the model, or within a block only: then what has another type has a record."""
+    case = learnt(owned)
+    x, y = batch(ROWS, 5)
+    cast = torch.autocast("cpu", torch.bfloat16)
+    sums, norms = wanted(case.double, x, y)
+    if inside:
+        case.model.blocks[0].forward = cast(case.model.blocks[0].forward)
+    owned.clear()
+    with contextlib.nullcontext() if inside else cast:
+        output = case.module(x)
+    case.loss(output.float(), y).backward()
+    assert len(owned) == ALL and set(case.records) == ({"blocks.0.down.a"} if inside else set())
+    found = case.module.per_sample_gradient_norms.double()
+    assert 1e-5 < relative_error(found, norms) < 0.02
+    held = [p for p in case.model.parameters() if p.requires_grad]
+    for parameter, total in zip(held, sums, strict=True):
+        assert relative_error(parameter.grad.double(), total) < 0.05
 
 
 def test_another_weight_in_its_place_is_the_one_that_runs(owned: list[nn.Module]) -> None:

@@ -48,6 +48,7 @@ from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.own_weights import (
     Owned,
     can_own,
+    cast_on,
     disown_weights,
     own_weights,
     units_may_own,
@@ -240,8 +241,9 @@ class Carried:
             self._run_again(unit)
             return
         one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
+        cast = cast_on(carrying.device)
         with torch.no_grad():
-            targets, likes = _targets(carrying, one)
+            targets, likes = _targets(carrying, one, cast)
         carriers = iter(UnitNode.apply(ANCHOR, self._use, targets, likes, first) or ())
         owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
@@ -250,7 +252,7 @@ class Carried:
             else:
                 own = tuple([next(carriers) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
-        own_weights(owned)
+        own_weights(owned, cast)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
         if unit._compiled_call_impl is not None:
@@ -272,6 +274,7 @@ class Carried:
             return
         carrying = self._passes[carried[0]][unit]
         one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
+        one.generation.recomputed |= carrying.names
         for layer in carrying.layers:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
             own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
@@ -337,10 +340,12 @@ def _carried(
     return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns)
 
 
-def _targets(carrying: _Carrying, forward_pass: ForwardPass) -> tuple[list[Target], list[Tensor]]:
+def _targets(
+    carrying: _Carrying, forward_pass: ForwardPass, cast: torch.dtype | None
+) -> tuple[list[Target], list[Tensor]]:
     """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
     batch, uses = forward_pass.batch, forward_pass.generation.uses
-    may_own = units_may_own(carrying.device)
+    may_own = units_may_own()
     targets: list[Target] = []
     likes: list[Tensor] = []
     for layer in carrying.layers:
@@ -349,7 +354,8 @@ def _targets(carrying: _Carrying, forward_pass: ForwardPass) -> tuple[list[Targe
             targets.append(_target(layer, forward_pass))
         else:
             uses[layer.name] = uses.get(layer.name, 0) + 1
-            views = views_to_own(layer.owns, batch) if may_own and layer.owns is not None else None
+            if may_own and layer.owns is not None:
+                views = views_to_own(layer.owns, batch, cast)
             targets.append(layer.owners if views is None else layer.owners[0])
         if views is None:
             likes += [_with_rows(like, batch) for like in layer.likes]

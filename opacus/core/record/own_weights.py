@@ -41,10 +41,17 @@ def can_own(layer: Layer) -> bool:
     return module.bias is None and min(module.weight.shape) <= OWN_WEIGHT_WIDTH
 
 
-def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
+def views_to_own(
+    module: nn.Module, batch: int | None, cast: torch.dtype | None = None
+) -> Tensor | None:
     """``[B, d, p]`` views of the weight; ``None`` if not only our hooks would see the call now.
 
     It is called without gradient tracking.
+
+    Args:
+        module: A layer of which :func:`can_own` holds.
+        batch: Number of samples B.
+        cast: See :func:`cast_on`.
     """
     own = module.__dict__
     weight, bias = module._parameters["weight"], module._parameters["bias"]
@@ -57,23 +64,33 @@ def views_to_own(module: nn.Module, batch: int | None) -> Tensor | None:
         return None
     if not (weight.requires_grad and weight.is_leaf):
         return None
-    return weight.t().expand(batch, -1, -1)
+    if cast is None:
+        return weight.t().expand(batch, -1, -1)
+    if weight.dtype not in (cast, torch.float32):
+        return None
+    return weight.to(cast).t().expand(batch, -1, -1)
 
 
-def units_may_own(device: torch.device) -> bool:
-    """Whether layers may be called so now: nobody watches all modules, nothing casts weights.
+def units_may_own() -> bool:
+    """Whether layers may be called so now: nobody watches all modules.
 
     A checkpoint would save other tensors as it runs a layer again, which has its hooks then.
     """
-    casts = torch.is_autocast_enabled(device.type)
-    return not (casts or hooks_every_module() or packs_saved_tensors())
+    return not (hooks_every_module() or packs_saved_tensors())
 
 
-def own_weights(owned: Owned) -> None:
+def cast_on(device: torch.device) -> torch.dtype | None:
+    """What autocast casts weights to, if it is on."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
+def own_weights(owned: Owned, cast: torch.dtype | None = None) -> None:
     """From now on these layers run with their ``[B, d, p]``; see :func:`disown_weights`."""
     for module, weights in owned:
         weight = module._parameters["weight"]
-        call_instead(module, functools.partial(_run, weights, weight, module))
+        place = None if weight is None else weight.data_ptr()
+        call_instead(module, functools.partial(_run, weights, weight, place, cast, module))
 
 
 def disown_weights(owned: Owned) -> None:
@@ -81,17 +98,30 @@ def disown_weights(owned: Owned) -> None:
     calls_themselves([module for module, _ in owned])
 
 
-def _run(weights: Tensor, weight: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer whose ``weight`` the ``weights`` are views of, if they still are."""
+def _run(
+    weights: Tensor,
+    weight: Any,
+    place: int | None,
+    cast: torch.dtype | None,
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a layer whose ``weight`` the ``weights`` are views of, if that is still at its place."""
     x = args[0] if len(args) == 1 and not kwargs else None
     if (
         type(x) is Tensor
-        and x.dtype is weights.dtype
         and x.dim() == 3
         and x.shape[0] == weights.shape[0]
+        and (x.dtype is weights.dtype if cast is None else _casts(x, cast))
         and module._parameters["weight"] is weight
-        and weight.data_ptr() == weights.data_ptr()
+        and weight.data_ptr() == place
         and not packs_saved_tensors()
     ):
         return torch.bmm(x, weights)
     return module._call_impl(*args, **kwargs)  # with its hooks
+
+
+def _casts(x: Tensor, cast: torch.dtype) -> bool:
+    """Whether autocast, as it was on for the weights, lets an input have their type."""
+    return x.dtype in (cast, torch.float32) and cast_on(x.device) is cast
