@@ -231,7 +231,14 @@ class LossRuns:
         return place
 
     def start(self, places: Sequence[int]) -> Start:
-        value = self._loss(self._model, self._rows.select(self._batch, places))
+        batch = self._rows.select(self._batch, places)
+        try:
+            value = self._loss(self._model, batch)
+        except TypeError as error:
+            traceback = error.__traceback__
+            if traceback is not None and traceback.tb_next is None:  # it was not even entered
+                raise IncomparableError(f"it is called as loss(model, batch): {error}") from None
+            raise
         value = getattr(value, "loss_per_sample", value)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss must return a tensor, got {type(value).__name__}")

@@ -92,7 +92,8 @@ class RunKey:
         self._earlier: list[tuple[int, Key]] = []
         self._secret = seed_bytes(generator) if self.seeded else None
         self._key: Key | None = None
-        self._derived: dict[tuple[bytes, str, str], bytes] = {}
+        # Of each secret and purpose, by name.
+        self._derived: dict[tuple[bytes, str], dict[str, bytes]] = {}
         _KEYS.add(self)
 
     @property
@@ -124,15 +125,13 @@ class RunKey:
         self, purpose: str, names: Sequence[str], numbers: Sequence[int | None]
     ) -> list[list[bytes]]:
         """:meth:`stream` of each name, in each of these steps."""
-        keys, derived = [self._key_of(number) for number in numbers], self._derived
-        found = []
-        for name in names:
-            places = [(key.secret, purpose, name) for key in keys]
-            for key, place in zip(keys, places, strict=True):
-                if place not in derived:
-                    derived[place] = key.derive(purpose, name)
-            found.append([derived[place] for place in places])
-        return found
+        keys = [self._key_of(number) for number in numbers]
+        tables = [self._derived.setdefault((key.secret, purpose), {}) for key in keys]
+        for key, table in zip(keys, tables, strict=True):
+            for name in names:
+                if name not in table:
+                    table[name] = key.derive(purpose, name)
+        return [[table[name] for table in tables] for name in names]
 
     def _key_of(self, number: int | None) -> Key:
         if number is None or not self._earlier:

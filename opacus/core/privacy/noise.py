@@ -81,7 +81,7 @@ def add_noise(
     devices = [shard.device for shard in own] if on_gpu else compute_devices(sources)
     todo = zip(sources, own, places, streams, devices, strict=True)
     for source, local, place, keys, device in todo:
-        if device != local.device:  # one at a time: there is no room for all
+        if not on_gpu and device != local.device:  # one at a time: there is no room for all
             moved = local.to(device, non_blocking=True).contiguous()
             same = moved.dtype == place.dtype
             result = moved if same else torch.empty_like(moved, dtype=place.dtype)

@@ -274,6 +274,7 @@ class Carried:
             return
         carrying = self._passes[carried[0]][unit]
         one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
+        one.generation.recomputed |= carrying.names
         for layer in carrying.layers:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
             own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)

@@ -196,7 +196,7 @@ def _launch(
         places = source.data_ptr(), target.data_ptr()
         rows += (programs, *places, region.size, region.first, step, region.width, region.pitch)
         rows += _numbers(key)
-        for (_, number), weight, old in zip(past, weights, earlier, strict=True):
+        for (_, number), weight, old in zip(past, weights, earlier, strict=True) if past else ():
             rows += (number, weight, *_numbers(old))
         # Bits set in any address, in twice any size, or in any first number.
         every |= places[0] | places[1] | 2 * region.size | region.first
