@@ -244,7 +244,7 @@ class PrivacyEngine(EngineSteps):
         check_public_numbers(data_loader, kwargs.get("expected_batch_size"), sample_rate)
         rate = sample_rate
         if rate is None:
-            rate = matching_sample_rate(data_loader) if poisson_sampling else 1 / len(data_loader)
+            rate = (matching_sample_rate if poisson_sampling else sample_rate_of)(data_loader)
         length: dict[str, float] = {"epochs": epochs}
         if (noise := kwargs.get("correlated_noise")) is not None:
             rate, steps = noise.accounted(rate)

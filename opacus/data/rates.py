@@ -28,8 +28,7 @@ def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
     batch_sampler, size = data_loader.batch_sampler, len(data_loader.dataset)  # type: ignore
     if batch_sampler is None:
         raise ValueError("data_loader does not batch (batch_size=None); give it a batch_size")
-    if len(data_loader) == 0:
-        raise ValueError("data_loader has no batches: its data set is empty or its batch too large")
+    rate_of_a_pass = _rate_of_a_pass(data_loader)
     sampler = getattr(batch_sampler, "sampler", batch_sampler)
     if isinstance(sampler, SubsetRandomSampler):
         raise ValueError(
@@ -37,9 +36,9 @@ def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
             "data set; give the loader torch.utils.data.Subset(dataset, indices) instead"
         )
     if _is_uniform(sampler, size):
-        return 1 / len(data_loader)
+        return rate_of_a_pass
     batch_size = getattr(batch_sampler, "batch_size", None)
-    rate = 1 / len(data_loader) if batch_size is None else min(1.0, batch_size / size)
+    rate = rate_of_a_pass if batch_size is None else min(1.0, batch_size / size)
     logger.warning(
         "The %s of data_loader is replaced by Poisson sampling, which is uniform over the data "
         "set; the sample rate is %g.",
@@ -52,7 +51,7 @@ def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
 def _is_uniform(sampler: object, size: int) -> bool:
     """Whether one pass of `sampler` visits the whole data set, once."""
     if isinstance(sampler, (SequentialSampler, RandomSampler)):
-        return len(sampler) == size
+        return len(sampler) == size and not getattr(sampler, "replacement", False)
     return isinstance(sampler, (DistributedSampler, *POISSON))
 
 
@@ -81,7 +80,18 @@ def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
 def sample_rate_of(data_loader: DataLoader[Any]) -> float:
     """Probability with which a sample is in a batch of ``data_loader``."""
     rate = getattr(data_loader, "sample_rate", None)
-    return float(rate) if rate is not None else 1 / len(data_loader)
+    return float(rate) if rate is not None else _rate_of_a_pass(data_loader)
+
+
+def _rate_of_a_pass(data_loader: DataLoader[Any]) -> float:
+    """Where each sample is in one batch of a pass.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if len(data_loader) == 0:
+        raise ValueError("data_loader has no batches: its data set is empty or its batch too large")
+    return 1 / len(data_loader)
 
 
 def expected_batch_size_on_rank(

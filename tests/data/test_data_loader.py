@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +22,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from opacus import PrivacyEngine
+from opacus.data.rates import warn_of_uneven_sampling
 from opacus.data_loader import (
     DPDataLoader,
     dtype_safe,
@@ -255,3 +258,31 @@ def test_nothing_to_switch(data: TensorDataset, arguments: dict) -> None:
 
 def test_importing_sets_up_no_logging() -> None:
     assert logging.getLogger("opacus.data_loader").handlers == []
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_data_set_without_items(poisson: bool) -> None:
+    model, loader = nn.Linear(2, 1), DataLoader(TensorDataset(torch.zeros(0, 2)), batch_size=4)
+    given: dict[str, Any] = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": loader,
+        "max_grad_norm": 1.0,
+        "poisson_sampling": poisson,
+    }
+    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
+    with pytest.raises(ValueError, match="has no batches"):
+        PrivacyEngine().make_private(**given, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="has no batches"):
+        PrivacyEngine().make_private_with_epsilon(**given, **budget)
+
+
+def test_draws_with_replacement_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As many as there are items; one may be in a batch twice."""
+    data = TensorDataset(torch.zeros(9, 2))
+    for replacement, told in ((True, "more often than others"), (False, "shuffled pass")):
+        caplog.clear()
+        warn_of_uneven_sampling(
+            DataLoader(data, batch_size=3, sampler=RandomSampler(data, replacement=replacement))
+        )
+        assert told in caplog.text

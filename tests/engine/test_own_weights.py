@@ -126,8 +126,8 @@ def test_a_layer_that_is_frozen_or_called_otherwise(owned: list[nn.Module]) -> N
     up.forward = lambda x: forward(x.unsqueeze(2)).squeeze(2)  # other dimensions: a record
     assert exact(case, owned) == ALL and "blocks.0.up.a" in case.records
     del up.forward
-    steps = [exact(case, owned) for _ in range(3)]
-    assert steps[0] == 0  # followed again
+    counts = [exact(case, owned) for _ in range(3)]
+    assert counts[0] == 0  # followed again
     assert exact(case, owned) == ALL and not case.records
 
 
