@@ -74,6 +74,8 @@ class DPDataLoader(HostLoader):
             set, or for a rate out of range.
     """
 
+    _is_followed = False  # whether the batches of another loader are taken for those of this one
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -195,7 +197,7 @@ class DPDataLoader(HostLoader):
             sample_rate, steps = data_loader.sample_rate, len(data_loader)
         elif sample_rate is None:
             sample_rate = matching_sample_rate(data_loader)
-        return cls(
+        made = cls(
             dataset=data_loader.dataset,
             sample_rate=sample_rate,
             steps=steps,
@@ -208,6 +210,23 @@ class DPDataLoader(HostLoader):
             rand_on_empty=rand_on_empty,
             **settings,
         )
+        if isinstance(data_loader, DPDataLoader) and generator is None:
+            made._draw_together(data_loader)
+        return made
+
+    def _draw_together(self, other: DPDataLoader) -> None:
+        """Follow the batches of either loader, if a step may be of either.
+
+        Lightning, say, iterates over the loader of a data module that ``make_private`` was given.
+        """
+        own: Any = self.batch_sampler
+        theirs: Any = other.batch_sampler
+        ways = [
+            (type(s), s.sample_rate, getattr(s, "num_replicas", 1), s.cyclic, s.groups, s.most)
+            for s in (own, theirs)
+        ]
+        if ways[0] == ways[1] and not (theirs.draws.started or other._is_followed):
+            own.draws, other._is_followed = theirs.draws, True
 
 
 def _check_map_style(dataset: Dataset[Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import functools
+import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +32,7 @@ from opacus.core.record.whole import lone_sample_from_environment
 from opacus.core.step.auto import ChosenMode, chosen_for
 from opacus.core.step.modes import AUTO, MODES, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP
-from opacus.engine_settings import Settings
+from opacus.engine_settings import OF_THE_MODEL, Settings
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     deferred_from_environment,
 )
@@ -161,6 +164,41 @@ def check_scales(settings: Settings, adaptive: bool) -> None:
             f"clipping norm that stays: clipping must be one of {sorted(FLAT_RULES)}, got "
             f"{settings.clipping!r}{' by an adaptive engine' if adaptive else ''}"
         )
+
+
+def check_further(settings: Settings, of_the_criterion: Set[str]) -> None:
+    """Check the further arguments, which go to the model's wrapper, criterion and optimizer.
+
+    Args:
+        settings: All arguments.
+        of_the_criterion: Names of those that the criterion takes.
+
+    Raises:
+        TypeError: Nothing takes one of them, or what adaptive clipping needs is missing.
+    """
+    given, clipping = settings.further.keys(), settings.clipping
+    taken = _arguments_of(
+        get_optimizer_class(clipping, is_distributed(settings.module), settings.grad_sample_mode)
+    )
+    known = OF_THE_MODEL | of_the_criterion | taken
+    if unknown := sorted(given - known):
+        names = [*known, *(field.name for field in dataclasses.fields(settings))]
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f": did you mean {near[0]!r} instead of {unknown[0]!r}?" if near else ""
+        raise TypeError(f"make_private got unexpected arguments {unknown}{hint}")
+    if clipping == "adaptive" and "unclipped_num_std" not in given:
+        raise TypeError(
+            "clipping='adaptive' needs unclipped_num_std, the deviation of the noise on the number "
+            "of samples below C, above noise_multiplier / 2: a twentieth of the expected batch is "
+            "usual (arXiv:1905.03871)"
+        )
+
+
+def _arguments_of(cls: type[DPOptimizer]) -> Set[str]:
+    """Keywords that an optimizer takes beside those of :class:`DPOptimizer`."""
+    own = [base for base in cls.__mro__ if issubclass(base, DPOptimizer)]
+    taken = set[str]().union(*(inspect.signature(base).parameters for base in own))
+    return (taken - inspect.signature(DPOptimizer).parameters.keys()) | cls._ignored_keywords
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from opacus.core.step.auto import ChosenMode
 from opacus.core.step.modes import Mode, mode_of
 from opacus.planning import Plan
 
-_OF_THE_MODEL = frozenset({"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"})
+OF_THE_MODEL = frozenset({"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +106,15 @@ class Settings:
     def of_the_model(self) -> dict[str, Any]:
         """Further arguments of the model's wrapper."""
         layout = {"data_layout": self.data_layout} if self.mode.parallelism == "fsdp" else {}
-        return {**self._further(_OF_THE_MODEL), **layout}
+        return {**self._further(OF_THE_MODEL), **layout}
 
     def of_the_criterion(self, names: Set[str]) -> dict[str, Any]:
         """Further arguments with these names, which the criterion has."""
-        return self._further(names - _OF_THE_MODEL)
+        return self._further(names - OF_THE_MODEL)
 
     def of_the_optimizer(self, of_the_criterion: Set[str]) -> dict[str, Any]:
         """All other further arguments."""
-        return self._further(self.further.keys() - _OF_THE_MODEL - of_the_criterion)
+        return self._further(self.further.keys() - OF_THE_MODEL - of_the_criterion)
 
     def _further(self, names: Set[str]) -> dict[str, Any]:
         return {name: value for name, value in self.further.items() if name in names}

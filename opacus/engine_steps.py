@@ -24,6 +24,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.engine_checkpoints import EngineCheckpoints
 from opacus.engine_checks import (
     check_arguments,
+    check_further,
     check_module,
     check_noise_source,
     check_parallelism,
@@ -95,6 +96,8 @@ class EngineSteps(EngineCheckpoints):
             check_sampling(asked, self.accountant)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
             check_scales(asked, adaptive=bool(self._criterion_keywords))
+            if type(self)._prepare_optimizer is EngineSteps._prepare_optimizer:
+                check_further(asked, self._criterion_keywords)
             check_parallelism(asked)
             data_layout = choose_data_layout(
                 asked.data_layout,

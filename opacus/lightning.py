@@ -6,12 +6,17 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 
 from opacus.data_loader import DPDataLoader
 
 
 class DPLightningDataModule(pl.LightningDataModule):
     """Wraps a data module; batches of the training loader are drawn by Poisson sampling.
+
+    Give ``make_private`` its ``train_dataloader()`` in ``configure_optimizers``: steps are then
+    compared with the batches that this loader has drawn. On several ranks each draws from its own
+    part of the data; tensor-parallel ranks, which share samples, are not supported.
 
     Args:
         datamodule: The data module to wrap.
@@ -24,6 +29,7 @@ class DPLightningDataModule(pl.LightningDataModule):
         super().__init__()
         self.datamodule = datamodule
         self.generator = generator
+        self._training: DPDataLoader | None = None
 
     def prepare_data(self) -> None:
         """As the wrapped module."""
@@ -34,9 +40,14 @@ class DPLightningDataModule(pl.LightningDataModule):
         self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> DPDataLoader:
-        """The wrapped module's training loader, with Poisson sampling."""
-        loader = self.datamodule.train_dataloader()
-        return DPDataLoader.from_data_loader(loader, generator=self.generator, distributed=False)
+        """The wrapped module's training loader, with Poisson sampling; one for each data set."""
+        plain, known = self.datamodule.train_dataloader(), self._training
+        if known is None or known.dataset is not plain.dataset or len(known) != len(plain):
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            known = self._training = DPDataLoader.from_data_loader(
+                plain, generator=self.generator, distributed=several
+            )
+        return known
 
     def val_dataloader(self) -> Any:
         """As the wrapped module."""

@@ -107,7 +107,8 @@ class PrivacyEngine(EngineSteps):
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
             clipping: ``"flat"``, ``"normalised"`` (AUTO-S), ``"psac"``, ``"per_layer"`` or
-                ``"adaptive"``; see ``get_optimizer_class``.
+                ``"adaptive"``, which needs ``unclipped_num_std``; see
+                :class:`~opacus.optimizers.AdaClipDPOptimizer`.
             noise_generator: Seeded source of the noise's key, for runs that can be repeated: who
                 knows the seed knows the noise. Not with ``secure_mode``.
             grad_sample_mode: How per-sample gradients are clipped: ``"hooks"`` holds them,

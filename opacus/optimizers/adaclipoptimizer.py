@@ -28,7 +28,8 @@ class AdaClipDPOptimizer(DPOptimizer):
         clipbound_learning_rate: Step of the geometric update of C.
         max_clipbound: Largest C.
         min_clipbound: Smallest C.
-        unclipped_num_std: Standard deviation of the noise on the count.
+        unclipped_num_std: Standard deviation of the noise on the count, above
+            ``noise_multiplier / 2``; the paper takes a twentieth of the expected batch.
 
     The other arguments are those of :class:`DPOptimizer`.
 
@@ -42,10 +43,10 @@ class AdaClipDPOptimizer(DPOptimizer):
         optimizer: Optimizer,
         *,
         noise_multiplier: float,
-        target_unclipped_quantile: float,
-        clipbound_learning_rate: float,
-        max_clipbound: float,
-        min_clipbound: float,
+        target_unclipped_quantile: float = 0.5,
+        clipbound_learning_rate: float = 0.2,
+        max_clipbound: float = 1e8,
+        min_clipbound: float = 1,
         unclipped_num_std: float,
         max_grad_norm: float,
         expected_batch_size: int | None,

@@ -184,7 +184,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             raise RuntimeError(
                 "step() found no clipped gradient: use the criterion that make_private returned "
                 "and call backward() on its loss. The backward() of an ordinary loss clips "
-                "nothing, so it leaves no gradient in ghost modes; nor does one that has failed"
+                "nothing, so it leaves no gradient in ghost modes; nor does one that has failed. A "
+                "second step() needs another backward()"
             )
         if (self._loss_scale or 1.0) != self._scaled.scale:
             self._refuse_scale(f"step() divides by {self._scaled.scale}, but gradients have")

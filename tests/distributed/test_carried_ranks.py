@@ -84,8 +84,26 @@ def check_all(rank: int, world_size: int, compiled: bool) -> list[Found]:
             seen.errors.append(case.error(rank, world_size, step, views))
             seen.records.append(len(set(case.records)))
             seen.taps.append(len(set(tapped)))
+        if name == "checkpoints":
+            seen.errors.append(error_while_another_call_waits(case))
         found.append(seen)
     return found
+
+
+def error_while_another_call_waits(case: Case) -> float:
+    """Of the loss of the earlier of two calls; one of both is refused, and changes nothing."""
+    x, y = batch(ROWS, 9)
+    both = case.loss(case.module(x), y) + case.loss(case.module(x), y)
+    with pytest.raises(RuntimeError, match="several forward passes are in one backward"):
+        both.backward()
+    del both
+    case.optimizer.zero_grad()
+    sums, _ = wanted(case.double, x, y)
+    loss, later = case.loss(case.module(x), y), case.module(2 * x)
+    loss.backward()
+    del later
+    held = [full(p.grad).double() for p in case.model.parameters() if p.requires_grad]
+    return max(oracle.relative_error(f, s) for f, s in zip(held, sums, strict=True))
 
 
 @pytest.mark.parametrize(

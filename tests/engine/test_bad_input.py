@@ -30,7 +30,10 @@ from tests.helpers.refusals import arguments, assert_untouched
         ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
         ({"grad_sample_mode": "gost"}, ValueError, "ghost_fsdp"),
         ({"clipping": "flatt"}, ValueError, "per_layer"),
-        ({"clipping": "adaptive"}, TypeError, "target_unclipped_quantile"),
+        ({"clipping": "adaptive"}, TypeError, "needs unclipped_num_std"),
+        ({"noise_multipler": 2.0}, TypeError, "did you mean 'noise_multiplier'"),
+        ({"defered_norm": True}, TypeError, "did you mean 'deferred_norm'"),
+        ({"generator": torch.Generator()}, TypeError, "did you mean 'noise_generator'"),
         *(
             (
                 {"clipping": "per_layer", "max_grad_norm": [0.1] * 5, "grad_sample_mode": mode},
@@ -118,6 +121,23 @@ def test_a_registered_sampler_that_returns_something_else(
     criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
     with pytest.raises(ValueError, match=message):
         criterion(made[0](torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_a_second_step_is_named(mode: str) -> None:
+    made = PrivacyEngine().make_private(**arguments(grad_sample_mode=mode, poisson_sampling=False))
+    made[2](made[0](torch.randn(4, 4)), torch.zeros(4, dtype=torch.long)).backward()
+    made[1].step()
+    with pytest.raises(RuntimeError, match=r"A second step\(\) needs another backward"):
+        made[1].step()
+
+
+def test_adaptive_clipping_asks_for_the_noise_of_the_count_alone() -> None:
+    given = arguments(clipping="adaptive", unclipped_num_std=5.0)
+    optimizer = PrivacyEngine().make_private(**given)[1]
+    assert (optimizer.target_unclipped_quantile, optimizer.clipbound_learning_rate) == (0.5, 0.2)
+    assert (optimizer.min_clipbound, optimizer.max_clipbound) == (1, 1e8)
+    assert optimizer._privacy.count_noise_std == 5.0  # and the gradient pays for it
 
 
 def test_optimizer_of_another_model() -> None:

@@ -55,6 +55,10 @@ def test_fewer_samples_need_not_be_learnt_from() -> None:
     for rows, records in [(2, 0), (7, 12), (7, 0), (6, 0), (ROWS, 0)]:
         assert case.error(0, 1, rows, rows=rows) < 2e-5
         assert len(set(case.records)) == records, rows
+        table = case.module.explain().split("\n\n")[0].splitlines()[1:]
+        assert len(table) == 12
+        assert {line.split()[2] for line in table} == {str(rows)}  # of the step, not of the lesson
+        assert all(line.count(f"[{rows}, ") == 2 for line in table)
 
 
 def test_a_use_beside_its_layer_is_noticed_also_where_it_is_carried() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from tests.helpers.modes import B, assert_close, oracle, private, trainable
 from tests.helpers.problems import PROBLEMS, SequenceLoss, build, criterion
 
@@ -204,6 +206,57 @@ def test_lightning(mode: str, precision: str) -> None:
     )
     trainer.fit(Task(), DataLoader(TensorDataset(inputs, targets), batch_size=B))
     assert_close([p.grad for p in trainable(model)], [w / B for w in want], 2e-2 if half else 1e-5)
+
+
+def data_module() -> Any:
+    lightning = pytest.importorskip("pytorch_lightning")
+    from opacus.lightning import DPLightningDataModule
+
+    class Plain(lightning.LightningDataModule):  # type: ignore[name-defined, misc]
+        data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.data, batch_size=10)
+
+    return DPLightningDataModule(Plain())
+
+
+def test_steps_are_compared_with_the_draws_of_a_data_module(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, model = data_module(), nn.Linear(6, 3)
+    private_model, optimizer, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=module.train_dataloader(), noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(private_model(x), y).backward()
+        optimizer.step()
+
+    batches = [batch for batch in module.train_dataloader() if len(batch[0]) > 1]
+    assert len(batches) > 1
+    for x, y in batches[:-1]:
+        step(x, y)
+    assert "has not been iterated" not in caplog.text
+    with pytest.raises(RuntimeError, match="the data loader drew"):
+        step(batches[-1][0][1:], batches[-1][1][1:])
+
+
+def test_ranks_draw_their_own_items_of_a_data_module() -> None:
+    """Drawn by several ranks, an item would be in the sum as often."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    module = data_module()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        sampler = module.train_dataloader().batch_sampler
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(sampler, DistributedUniformWithReplacementSampler)
+    drawn = {int(item) for _ in range(10) for batch in sampler for item in batch}
+    assert 15 < len(drawn) <= 20  # of 40 items
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "no_op", "ghost", "ghost_bk"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opacus.core.platform.sizes import ROUNDED_ELEMENTS
 from opacus.core.record.record import Record
@@ -22,7 +22,7 @@ class Choice:
         layer: Qualified name.
         kind: Class of the layer.
         batch: Number of samples B.
-        shapes: Shapes of activations and backprops.
+        shapes: Of activations and backprops.
         what: ``"store"``, ``"keep"``, ``"offload"`` (either, in host memory) or ``"replay"``.
         milliseconds: Estimated time beyond non-private training, of each choice.
         bytes: Memory held until the sum, of each choice.
@@ -31,10 +31,23 @@ class Choice:
     layer: str
     kind: str
     batch: int
-    shapes: str
+    shapes: tuple[tuple[int, ...], ...]
     what: str
     milliseconds: dict[str, float]
     bytes: dict[str, int]
+
+    def of(self, batch: int) -> Choice:
+        """The same choice for another number of samples, to which all numbers are in proportion."""
+        if batch == self.batch or not self.batch:
+            return self
+        share = batch / self.batch
+        return replace(
+            self,
+            batch=batch,
+            shapes=tuple([(batch, *s[1:]) if s[:1] == (self.batch,) else s for s in self.shapes]),
+            milliseconds={way: ms * share for way, ms in self.milliseconds.items()},
+            bytes={way: round(size * share) for way, size in self.bytes.items()},
+        )
 
 
 def compare(record: Record, rounds: bool) -> Choice:
@@ -62,12 +75,11 @@ def compare(record: Record, rounds: bool) -> Choice:
     if cost is None and stored <= held:
         seconds["store"] = 0.0
     what = min(seconds, key=seconds.__getitem__)
-    shapes = ", ".join(str(list(t.shape)) for t in tensors)
     return Choice(
         layer=spec.name,
         kind=spec.kind.__name__,
         batch=record.batch,
-        shapes=shapes,
+        shapes=tuple([tuple(t.shape) for t in tensors]),
         what=what,
         milliseconds={k: v * 1e3 for k, v in seconds.items()},
         bytes={"store": stored, "keep": held},

@@ -102,7 +102,7 @@ class Planner:
         self._most = budget_bytes
         self.budget_bytes = self._limit()
         self.seen = Seen(all_tensors=True)
-        self.report = Report(peak_bytes)
+        self.report = Report(peak_bytes, units)
         self.looks = self.blocks is not None and not self._is_known(self.blocks, units)
         if self.looks:
             self.largest_block = 0

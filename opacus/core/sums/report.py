@@ -20,13 +20,15 @@ class Report:
 
     Attributes:
         limit: Bytes of the GPU that the peak must stay under, if any.
+        units: Losses.
         predicted_peak: What was expected of it.
         moments: Beginning and end of the backward pass, and the end of the sum.
-        choices: What was decided, by layer.
+        choices: What was decided, by layer; in this step, or in an earlier one of other size.
         extra: Milliseconds beyond non-private training that blocks take, by way.
     """
 
     limit: int | None = None
+    units: int = 0
     predicted_peak: int = 0
     moments: list[Any] = field(default_factory=list)
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -50,6 +52,11 @@ class Report:
         """How many layers are held in each way, the most first."""
         return dict(Counter(choice.what for choice in self.choices.values()).most_common())
 
+    def _now(self) -> dict[str, Choice]:
+        """The choices for this step's number of losses."""
+        units = self.units
+        return {name: c.of(units) if units else c for name, c in self.choices.items()}
+
     def table(self, order: Sequence[str] = ()) -> str:
         """A line for each layer.
 
@@ -58,12 +65,14 @@ class Report:
         """
         head = ("layer", "kind", "B", "activations, backprops", "choice", "extra ms", "held MB")
         rows = [head]
-        names = dict.fromkeys([*(n for n in order if n in self.choices), *self.choices])
-        for c in [self.choices[name] for name in names]:
+        choices = self._now()
+        names = dict.fromkeys([*(n for n in order if n in choices), *choices])
+        for c in [choices[name] for name in names]:
             cells = ("-", "-")  # of a replay: its block as a whole
             if c.what in c.bytes:
                 cells = (f"{c.milliseconds[c.what]:.3f}", f"{c.bytes[c.what] / 2**20:.2f}")
-            rows.append((c.layer, c.kind, str(c.batch), c.shapes, c.what, *cells))
+            shapes = ", ".join(str(list(shape)) for shape in c.shapes)
+            rows.append((c.layer, c.kind, str(c.batch), shapes, c.what, *cells))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
@@ -84,7 +93,7 @@ class Report:
             host: Bytes of host memory.
         """
         extra = dict(self.extra)
-        for choice in self.choices.values():
+        for choice in self._now().values():
             if choice.what in choice.bytes:
                 extra[choice.what] = extra.get(choice.what, 0) + choice.milliseconds[choice.what]
         lines = [f"Layers: {', '.join(f'{n} {way}' for way, n in self.ways.items())}."]
