@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.stateless import _reparametrize_module
 
 import opacus.core.ranks.carried
-from opacus.core.record.own_weights import Owned, own_weights
-from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer, wanted
-from tests.helpers.lone_sample import no_gradient
+from opacus.core.record.own_weights import Owned, own_weights, views_to_own
+from tests.helpers.carried import ROWS, STEPS, Case, Net, batch, prefer, wanted
+from tests.helpers.lone_sample import no_gradient, private
 from tests.helpers.oracle import relative_error
 
 ALL = 4  # the low-rank layers without a bias
@@ -187,3 +187,38 @@ def test_what_passes_the_layer_by_is_noticed(owned: list[nn.Module]) -> None:
     with pytest.raises(RuntimeError, match="create_graph=True"):
         case.module(x).sum().backward(create_graph=True)
     assert exact(case, owned) == ALL
+
+
+class Quantised(Tensor):
+    """A weight that may have a product of its own."""
+
+
+def test_a_weight_of_another_type_is_left_alone(owned: list[nn.Module]) -> None:
+    layer = learnt(owned).model.blocks[0].up.a
+    plain = layer.weight
+    with torch.no_grad():
+        views = views_to_own(layer, ROWS)
+        assert views is not None and views.shape == (ROWS, 8, 2)
+        layer._parameters["weight"] = plain.detach().as_subclass(Quantised).requires_grad_()
+        assert views_to_own(layer, ROWS) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_sums_are_those_of_records(owned: list[nn.Module]) -> None:
+    sums: dict[int, list[Tensor]] = {}
+    for tokens in (1, 10**9):  # from where on a layer has weights of its own
+        opacus.core.record.taps.OWN_WEIGHT_TOKENS = tokens
+        torch.manual_seed(5)
+        net = Net().cuda()
+        held = [p for p in net.parameters() if p.requires_grad]
+        module, optimizer, loss = private(net, rows=batch(8, 0))
+        for step in range(STEPS):
+            x, y = (t.cuda() for t in batch(ROWS, step))
+            owned.clear()
+            loss(module(x), y).backward()
+            sums[tokens] = [p.grad.clone() for p in held if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(owned) == (ALL if tokens == 1 else 0)
+    for found, want in zip(sums[1], sums[10**9], strict=True):
+        assert want.any() and relative_error(found, want) < 1e-5

@@ -60,9 +60,10 @@ def views_to_own(
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not ("forward" in own or "_compiled_call_impl" in own)
     )
-    if weight is None or bias is not None or batch is None or not (alone and module.training):
+    if not (alone and module.training) or bias is not None or batch is None:
         return None
-    if not (weight.requires_grad and weight.is_leaf):
+    # Other types (shards, quantised weights) have a product of their own.
+    if type(weight) is not nn.Parameter or not (weight.requires_grad and weight.is_leaf):
         return None
     if cast is None:
         return weight.t().expand(batch, -1, -1)
