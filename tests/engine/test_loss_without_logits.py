@@ -16,6 +16,7 @@ from opacus.core.kernels.loss import head as head_kernels
 from opacus.core.record import head_loss
 from opacus.core.rules.head_loss import HeadLossRule
 from opacus.core.sums.planner import Planner
+from opacus.core.sums.rates import Rates
 from opacus.losses import causal_lm_loss
 from tests.helpers import oracle
 from tests.helpers.without_logits import PART, B, D, Net, V, batch, outside, with_logits
@@ -188,6 +189,24 @@ def test_no_sample_where_the_head_trains_its_bias_alone(mode: str) -> None:
     wrapped = run(model, mode, float(oracle.norms(grads).max()) / 2, True, (tokens[:0], labels[:0]))
     trained = [p for p in wrapped.parameters() if p.requires_grad]
     assert len(trained) == 3 and all(bool((p.grad == 0).all()) for p in trained)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_planner_knows_how_fast_the_head_is_multiplied(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses' gradients are in fp32, whatever the head computes in: it was stored for that."""
+    asked: list[torch.dtype] = []
+
+    def rates(device: torch.device, dtype: torch.dtype) -> Rates:
+        asked.append(dtype)
+        return Rates(multiply_adds=1e13 if dtype == torch.bfloat16 else 1e5, bytes=1e10)
+
+    monkeypatch.setattr("opacus.core.sums.choice.rates_of", rates)
+    model = run(Net(tied).bfloat16(), "ghost_bk", 1.0, True, batch())
+    assert set(asked) == {torch.bfloat16}
+    (head,) = [line for line in model.explain().splitlines() if line.startswith("head ")]
+    assert " keep " in head
 
 
 def test_batches_of_one_sample() -> None:

@@ -58,12 +58,12 @@ def compare(record: Record, rounds: bool) -> Choice:
         rounds: Whether gradients are stored in float8.
     """
     tensors = record.tensors
-    spec, backprops = record.spec, tensors[-1]
-    rates = rates_of(backprops.device, backprops.dtype)
-    elements = spec.elements
+    spec, elements = record.spec, record.spec.elements
     held = sum(t.numel() * t.element_size() for t in tensors)
     rule, use = record.layer.rule, (record.activations, record.backprops)
-    formed = record.batch * elements * rule.grad_dtype(*use).itemsize
+    dtype = rule.grad_dtype(*use)  # also of the products: a loss that is given has wider backprops
+    rates = rates_of(tensors[-1].device, dtype)
+    formed = record.batch * elements * dtype.itemsize
     stored = record.batch * elements if rounds and elements >= ROUNDED_ELEMENTS else formed
     cost = rule.norm_cost(spec, *use)
     # Where the norm comes from per-sample gradients anyway, keeping would form them twice.
