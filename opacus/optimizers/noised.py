@@ -38,6 +38,7 @@ class NoisedSums:
     _clipped_with = 0.0  # largest C of the batches in this step
     _clipped_scaled_by: list[float] | None = None  # what their gradients were multiplied by
     _noise_std = 0.0  # of the step's own draws
+    _scales_next = False  # scale_grad comes after the noise
     _divided_by = 1.0  # what p.grad has been divided by as its noise was added
     _listed: list[nn.Parameter] | None  # while a step runs
 
@@ -146,12 +147,12 @@ class NoisedSums:
     def _divides_at_once(self) -> bool:
         """Whether noise and division are one pass over the gradients.
 
-        Not where somebody calls one by itself, nor where either is another's (a subclass's, say),
-        which is to find the sum with its noise in between.
+        Only in a step of ours, where :meth:`scale_grad` comes next; not where either is another's
+        (a subclass's, say), which is to find the sum with its noise in between.
         """
         own = [getattr(method, "__func__", None) for method in (self.add_noise, self.scale_grad)]
         ours = [NoisedSums.add_noise, NoisedSums.scale_grad]
-        return self._listed is not None and own == ours
+        return self._scales_next and own == ours
 
     def _divide(self, divisor: float | Tensor) -> None:
         grads = [parameter.grad for parameter in self.params]

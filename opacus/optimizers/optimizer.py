@@ -253,12 +253,15 @@ class DPOptimizer(
         entries = self._counts()
         try:
             self.reduce()
+            self._scales_next = True
             self.add_noise()
             self._count_step(entries)
         except BaseException:
             self._is_last_step_skipped = False
             self.zero_grad(set_to_none=True)
             raise
+        finally:
+            self._scales_next = False
 
     def drop_frozen(self) -> None:
         """What was frozen after the backward pass gets no noise, so it must not be updated."""

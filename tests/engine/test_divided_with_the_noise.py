@@ -102,6 +102,26 @@ def test_a_part_of_ones_own_finds_the_sum(kind: type[DPOptimizer], divisor: int)
         torch.testing.assert_close(got, seen / divisor, rtol=1e-6, atol=0)
 
 
+class OwnStep(DPOptimizer):
+    """Puts the parts together by itself, and divides by itself."""
+
+    def pre_step(self, closure: Any = None) -> bool:
+        self.clip_and_accumulate()
+        self.add_noise()
+        for p in self.params:
+            assert p.grad is not None
+            p.grad.div_(BATCH)
+        return True
+
+
+def test_a_step_of_ones_own_finds_the_sum() -> None:
+    optimizer, plain = made(OwnStep), made()
+    optimizer.step()
+    plain.step()
+    for got, want in zip(grads(optimizer), grads(plain), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("name", "moment"), [("add_noise", 1), ("scale_grad", 0)])
 def test_a_part_that_is_wrapped_finds_the_sum(name: str, moment: int) -> None:
     optimizer, plain = made(), made()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.memory import free_memory
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
@@ -118,10 +119,11 @@ class Probe:
             return self._compare(runs)
 
     def _compare(self, runs: Runs) -> list[Difference]:
+        full: torch.OutOfMemoryError | None = None
         try:
             together = self._tapped(runs, range(runs.count))
-        except torch.OutOfMemoryError:
-            raise  # says nothing of the model
+        except torch.OutOfMemoryError as error:  # says nothing of the model
+            together, refusal, full = {}, [Difference(-1, str(error), math.nan, math.nan)], error
         except RUN_ERRORS as error:
             if runs.counts and not _is_ours(error):
                 raise IncomparableError(
@@ -130,8 +132,10 @@ class Probe:
             together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
         else:
             refusal = []
-        refusal = refusal if runs.counts else []
+        refusal = refusal if runs.counts or full is not None else []
         if self._any_rank(bool(refusal)):
+            if full is not None:
+                raise full
             return refusal
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
@@ -156,6 +160,9 @@ class Probe:
     def _tapped(self, runs: Runs, places: Sequence[int]) -> Norms:
         """Norms by the taps."""
         recorder = self._recorder
+        # Uses of a layer wait for each other, as long as there is room.
+        most = _room(compute_device(next(self._model.parameters())))
+        ledger = NormLedger(len(places), deferred=True, budget_bytes=most)
         refusals: list[Exception] = []
 
         def sink(record: Record) -> None:
@@ -169,9 +176,6 @@ class Probe:
         with same_buffers(self._model), aside(recorder, sink):
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
-            # Uses of a layer wait for each other, as long as there is room.
-            most = _room(tensors[0].device)
-            ledger = NormLedger(len(places), deferred=True, budget_bytes=most)
             with recorder.backward():
                 torch.autograd.backward(tensors, grads)
             if refusals:

@@ -75,8 +75,11 @@ def views_to_own(
 def units_may_own() -> bool:
     """Whether layers may be called so now: nobody watches all modules.
 
-    A checkpoint would save other tensors as it runs a layer again, which has its hooks then.
+    A checkpoint would save other tensors as it runs a layer again, which has its hooks then. In a
+    graph there is nothing to save.
     """
+    if torch.compiler.is_compiling():
+        return False
     return not (hooks_every_module() or packs_saved_tensors())
 
 

@@ -148,10 +148,11 @@ class LayerRule:
         """:meth:`weighted_grad` without factors, not rounded to half precision where possible."""
         return self.weighted_grad(spec, activations, backprops, None)
 
-    def can_write(self, activations: Any, backprops: Any, out: Tensor) -> bool:
-        """Whether :meth:`write_sum` is there for a layer's weight, and writes to ``out``.
+    def can_write(self, spec: LayerSpec, activations: Any, backprops: Any, out: Tensor) -> bool:
+        """Whether :meth:`write_sum` is there for the layer's one parameter, and writes to ``out``.
 
         Args:
+            spec: The layer, with that parameter alone.
             out: ``[W, n]``: the parts of W ranks one after another.
         """
         return False

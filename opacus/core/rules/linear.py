@@ -144,11 +144,13 @@ class LinearRule(LayerRule):
             sums["bias"] = g.sum(0, dtype=wide_dtype(g))
         return sums
 
-    def can_write(self, activations: Any, backprops: Any, out: Tensor) -> bool:
+    def can_write(self, spec: LayerSpec, activations: Any, backprops: Any, out: Tensor) -> bool:
         x, g, ranks = activations[0], backprops, out.shape[0]
         rows = x.shape[-1] if self.transposed else g.shape[-1]
         return (
-            type(x) is type(g) is Tensor
+            spec.params == ("weight",)
+            and type(x) is type(g) is Tensor
+            and out.numel() == x.shape[-1] * g.shape[-1]  # else bmm would resize it
             and x.dtype == g.dtype
             # On a CPU half precision is widened first, or its sum would be rounded.
             and out.dtype == (wide_dtype(g) if g.is_cuda else g.dtype)

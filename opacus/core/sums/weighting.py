@@ -78,7 +78,8 @@ class Weighting:
             Whether that was done; else nothing was.
         """
         names, rule = record.spec.params, record.layer.rule
-        if len(names) > 1 or not rule.can_write(record.activations, record.backprops, out):
+        use = record.activations, record.backprops
+        if len(names) > 1 or not rule.can_write(record.spec, *use, out):
             return False
         owner, factors = record.layer.owners[names[0]], self.shared
         factors = self.clipped.of(owner) if factors is None else factors

@@ -14,8 +14,8 @@ from opacus.core.norms.ledger import NormLedger
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record
 from tests.core.kernels.cancelling import KINDS, exact, pair, share
-from tests.core.norms.test_shared_inputs import check, expected, records_of
 from tests.core.rules.dispatched import Dispatched, largest_bytes
+from tests.helpers.ledgers import check, expected, records_of
 
 BATCH, TOKENS = 3, 6
 

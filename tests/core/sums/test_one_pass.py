@@ -71,13 +71,21 @@ def test_a_product_is_written_where_its_sum_goes(
 
 def test_what_cannot_be_written_is_formed_first() -> None:
     known = [layers_of(nn.Linear(6, 4, bias=bias))[0] for bias in (True, False)]
+    bias_alone, square = nn.Linear(6, 4), nn.Linear(1, 4)
+    for layer in (bias_alone, square):
+        layer.weight.requires_grad_(False)
+    known += [layers_of(layer)[0] for layer in (bias_alone, square)]
     x, g, out = torch.randn(3, 5, 6), torch.randn(3, 5, 4), torch.full((2, 12), 7.0)
     weighting = Weighting(Clipped(torch.rand(3), torch.zeros(3, dtype=torch.bool)))
     for layer, dtype, place in (
         (known[0], torch.float32, out[:1]),  # two parameters
         (known[1], torch.bfloat16, out[:1]),  # the sum would be rounded
         (known[1], torch.float32, out),  # ranks get too few rows
+        (known[1], torch.float32, out[:1, :8]),  # it is not of this size
+        (known[2], torch.float32, out[:1, :4]),  # the bias alone
+        (known[3], torch.float32, out[:1, :4]),  # with as many elements as the weight
     ):
-        record = Record(layer, layer.spec, (x.to(dtype),), g.to(dtype), 3, False, Generation())
+        own = x[..., :1] if layer is known[3] else x
+        record = Record(layer, layer.spec, (own.to(dtype),), g.to(dtype), 3, False, Generation())
         assert not weighting.write(record, place)
     assert (out == 7).all()

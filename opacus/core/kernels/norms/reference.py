@@ -192,8 +192,8 @@ def by_input(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
     """Places of the pairs whose activations are the same memory together, in order of the first."""
     groups: dict[Any, list[int]] = {}
     for place, (a, _) in enumerate(pairs):
-        # All are alive, so that equal addresses are the same memory.
-        key = (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device)
+        # All are alive, so that equal addresses are the same memory; 0 stands for none.
+        key = (a.data_ptr() or -1 - place, a.shape, a.stride(), a.dtype, a.device)
         groups.setdefault(key, []).append(place)
     return list(groups.values())
 
