@@ -40,10 +40,18 @@ class DPLightningDataModule(pl.LightningDataModule):
         self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> DPDataLoader:
-        """The wrapped module's training loader, with Poisson sampling; one for each data set."""
+        """The wrapped module's training loader, with Poisson sampling; one for each data set.
+
+        On several ranks all of them must call it: they agree on what each draws.
+        """
         plain, known = self.datamodule.train_dataloader(), self._training
-        if known is None or known.dataset is not plain.dataset or len(known) != len(plain):
-            several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if (
+            known is None
+            or known.dataset is not plain.dataset
+            or len(known) != len(plain)
+            or known.distributed != several  # it was asked for before the ranks had met
+        ):
             known = self._training = DPDataLoader.from_data_loader(
                 plain, generator=self.generator, distributed=several
             )

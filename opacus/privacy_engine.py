@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -247,6 +248,8 @@ class PrivacyEngine(EngineSteps):
         if rate is None:
             rate = (matching_sample_rate if poisson_sampling else sample_rate_of)(data_loader)
         length: dict[str, float] = {"epochs": epochs}
+        if sample_rate is None and hasattr(data_loader, "sample_rate"):  # an epoch is not 1 / rate
+            length = {"steps": math.ceil(epochs * len(data_loader))}
         if (noise := kwargs.get("correlated_noise")) is not None:
             rate, steps = noise.accounted(rate)
             length = {"steps": steps}

@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
     """The sample rate of Poisson sampling in place of `data_loader`'s sampling.
 
-    See `DPDataLoader.from_data_loader`.
+    See `DPDataLoader.from_data_loader`. A loader that has a rate of its own keeps it.
     """
+    own: float | None = getattr(data_loader, "sample_rate", None)
+    if own is not None:
+        return own
     batch_sampler, size = data_loader.batch_sampler, len(data_loader.dataset)  # type: ignore
     if batch_sampler is None:
         raise ValueError("data_loader does not batch (batch_size=None); give it a batch_size")
@@ -57,9 +60,10 @@ def _is_uniform(sampler: object, size: int) -> bool:
 
 def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
     """Warns if `data_loader`, which is kept, draws batches in another way than is counted."""
-    if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
+    drawn = getattr(data_loader, "batch_sampler", None)  # a loader of one's own has none
+    if isinstance(data_loader.dataset, IterableDataset) or drawn is None:
         return
-    sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.batch_sampler)
+    sampler = getattr(drawn, "sampler", drawn)
     if not _is_uniform(sampler, len(data_loader.dataset)):  # type: ignore[arg-type]
         logger.warning(
             "The %s of data_loader may draw some samples more often than others, but privacy is "

@@ -286,3 +286,28 @@ def test_draws_with_replacement_are_told(caplog: pytest.LogCaptureFixture) -> No
             DataLoader(data, batch_size=3, sampler=RandomSampler(data, replacement=replacement))
         )
         assert told in caplog.text
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_target_epsilon_holds_for_the_steps_of_a_private_loader(poisson: bool) -> None:
+    """Its epoch has as many steps as it says, not 1 / rate."""
+    model, engine = nn.Linear(2, 1), PrivacyEngine()
+    loader = DPDataLoader(TensorDataset(torch.zeros(50, 2)), sample_rate=0.1, steps=40)
+    _, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+        target_epsilon=1.0, target_delta=1e-5, epochs=0.5, max_grad_norm=1.0,
+        poisson_sampling=poisson,
+    )  # fmt: skip
+    assert len(loader) == 40
+    engine.accountant.history = [(optimizer.noise_multiplier, 0.1, 20)]
+    assert 0.9 < engine.get_epsilon(1e-5) <= 1.0
+
+
+def test_a_loader_of_ones_own_is_kept() -> None:
+    class Own:
+        dataset = TensorDataset(torch.zeros(9, 2))
+
+        def __len__(self) -> int:
+            return 3
+
+    warn_of_uneven_sampling(Own())  # type: ignore[arg-type]

@@ -249,6 +249,7 @@ def test_ranks_draw_their_own_items_of_a_data_module() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     module = data_module()
+    module.train_dataloader()  # for a schedule, say: the ranks have not met yet
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         sampler = module.train_dataloader().batch_sampler
