@@ -32,12 +32,13 @@ def test_it_measures_one_process_and_two(tmp_path) -> None:
     assert all(row["ms"] > 0 and row["layers"] == 147 for row in rows)
     assert done.stdout.splitlines() == table(rows).splitlines()
     # Operations do not depend on the machine: the noise of each parameter (its counters take a
-    # few), one each for norm and weighted sum; normalisation layers take more. Two passes take
-    # most of a backward, and two norms a layer that compare the second pass with the first.
+    # few, and on a CPU the mean one), one each for norm and weighted sum; normalisation layers take
+    # more. Two passes take most of a backward, and two norms a layer that compare the second pass
+    # with the first.
     each = {key: row["added_operations"] / row["layers"] for key, row in found.items()}
     assert each["one process", "no_dp"] == 0
     assert 2 < each["one process", "ghost_bk"] < 10
-    assert 8 < each["one process", "ghost"] < 21
+    assert 8 < each["one process", "ghost"] < 22
     assert 2 < each["FSDP2 on two", "ghost_fsdp_bk"] < 9
 
 
