@@ -206,6 +206,7 @@ def heads_first(net: Any, h: Tensor) -> Tensor:
     return out.mean(1).unflatten(0, h.shape[:2])
 
 
+@pytest.mark.filterwarnings("ignore:the model moves rows in another way")
 @pytest.mark.parametrize("wait", [0, 32])
 @pytest.mark.parametrize("mode", MODES)
 def test_as_many_rows_as_heads_in_a_layer_that_runs_later(
