@@ -15,20 +15,34 @@ logger = logging.getLogger(__name__)
 
 
 class Paid(NamedTuple):
-    """What accountants have recorded of a step before it is taken."""
+    """What accountants have recorded of a step before it is taken.
+
+    Attributes:
+        batches: Number of batches in it.
+        noise_multiplier: As it was recorded.
+        counts: What was recorded.
+        books: Where; a checkpoint that is loaded brings others, without the record.
+    """
 
     batches: int
     noise_multiplier: float
     counts: list[Count]
+    books: list[Any]
 
     def covers(self, other: Paid) -> bool:
         """Whether nothing has to be recorded for ``other``, of the same step."""
         return self.is_part_of(other) and other.batches <= self.batches
 
     def is_part_of(self, other: Paid) -> bool:
-        """Whether both are of the same noise, with the same accountants."""
-        books = [[id(c.accountant) for c in paid.counts] for paid in (self, other)]
-        return self.noise_multiplier == other.noise_multiplier and books[0] == books[1]
+        """Whether both are of the same noise, in the same books."""
+        same = [id(book) for book in self.books] == [id(book) for book in other.books]
+        return same and self.noise_multiplier == other.noise_multiplier
+
+
+def _books(counts: list[Count]) -> list[Any]:
+    """The history of each accountant, or itself if it keeps none that can be told apart."""
+    accountants = [count.accountant for count in counts]
+    return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
 
 
 class CountedOptimizer(WrappedOptimizer):
@@ -125,7 +139,7 @@ class CountedOptimizer(WrappedOptimizer):
     def _record(self, counts: list[Count], batches: int) -> Paid:
         """Record the step, unless that was done; one of more batches replaces what was."""
         earlier, noise_multiplier = self._paid, self._privacy.noise_multiplier
-        paid = Paid(batches, noise_multiplier, counts)
+        paid = Paid(batches, noise_multiplier, counts, _books(counts))
         if earlier is not None and earlier.covers(paid):
             return earlier
         for count in counts:
@@ -136,7 +150,7 @@ class CountedOptimizer(WrappedOptimizer):
         elif earlier is not None and earlier.is_part_of(paid):
             for count in earlier.counts:
                 count.withdraw(noise_multiplier)
-        return paid
+        return paid._replace(books=_books(counts))
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

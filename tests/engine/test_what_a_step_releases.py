@@ -125,6 +125,13 @@ def test_a_count_without_a_step_is_accounted_for(mode: str) -> None:
     assert steps() == 6  # before zero_grad
     optimizer.step()  # the same batch again
     assert steps() == 6
+    optimizer.zero_grad()
+    saved = engine.accountant.state_dict()
+    backward()
+    engine.accountant.load_state_dict(saved)
+    assert steps() == 6
+    optimizer.step()
+    assert steps() == 7
 
 
 @pytest.mark.parametrize("mode", GHOST)
