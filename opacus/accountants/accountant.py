@@ -71,6 +71,25 @@ class IAccountant(abc.ABC):
         else:
             self.history.append(make_entry(mechanism, 1))
 
+    def withdraw(
+        self, *, noise_multiplier: float, sample_rate: float, sampling: Sampling | None = None
+    ) -> None:
+        """Takes back one step, which another that was recorded since includes.
+
+        Args:
+            noise_multiplier: as in `step`.
+            sample_rate: as in `step`.
+            sampling: as in `step`.
+        """
+        rate = check_sample_rate(sample_rate)
+        mechanism = (check_noise_multiplier(noise_multiplier), rate, sampling)
+        for place in reversed(range(len(self.history))):
+            known, steps = read_entry(self.history[place])
+            if known == mechanism:
+                left = [make_entry(mechanism, steps - 1)] if steps > 1 else []
+                self.history[place : place + 1] = left
+                return
+
     @abc.abstractmethod
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
         """Returns an epsilon for which all recorded steps together are (epsilon, delta)-DP.

@@ -25,8 +25,17 @@ class Count(NamedTuple):
 
     def record(self, noise_multiplier: float) -> None:
         """Record the step, which has noise of this multiplier."""
+        self.accountant.step(**self._step(noise_multiplier))
+
+    def withdraw(self, noise_multiplier: float) -> None:
+        """Take back one that :meth:`record` recorded, if the accountant can."""
+        withdraw = getattr(self.accountant, "withdraw", None)
+        if withdraw is not None:
+            withdraw(**self._step(noise_multiplier))
+
+    def _step(self, noise_multiplier: float) -> dict[str, Any]:
         how = {} if self.sampling is None else {"sampling": self.sampling}
-        self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate, **how)
+        return {"noise_multiplier": noise_multiplier, "sample_rate": self.sample_rate, **how}
 
 
 class StepCounter:

@@ -329,14 +329,14 @@ class DPOptimizer(
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
-            self.pay_owed_step()
+            self.give_up_step()
             self._forget_clipping_norm()
             self._forget_batch()
         self.original_optimizer.zero_grad(set_to_none)
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self.pay_owed_step()
+        self.give_up_step()
         self._forget_batch()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
 from opacus.core.privacy.params import PrivacyParams
@@ -14,13 +14,44 @@ from opacus.optimizers.wrapped import WrappedOptimizer
 logger = logging.getLogger(__name__)
 
 
+class Paid(NamedTuple):
+    """What accountants have recorded of a step before it is taken.
+
+    Attributes:
+        batches: Number of batches in it.
+        noise_multiplier: As it was recorded.
+        counts: What was recorded.
+        books: Where; a checkpoint that is loaded brings others, without the record.
+    """
+
+    batches: int
+    noise_multiplier: float
+    counts: list[Count]
+    books: list[Any]
+
+    def covers(self, other: Paid) -> bool:
+        """Whether nothing has to be recorded for ``other``, of the same step."""
+        return self.is_part_of(other) and other.batches <= self.batches
+
+    def is_part_of(self, other: Paid) -> bool:
+        """Whether both are of the same noise, in the same books."""
+        same = [id(book) for book in self.books] == [id(book) for book in other.books]
+        return same and self.noise_multiplier == other.noise_multiplier
+
+
+def _books(counts: list[Count]) -> list[Any]:
+    """The history of each accountant, or itself if it keeps none that can be told apart."""
+    accountants = [count.accountant for count in counts]
+    return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
+
+
 class CountedOptimizer(WrappedOptimizer):
     """Counts each real step once with each accountant, whatever hooks a user attaches."""
 
     _privacy: PrivacyParams
     accumulated_iterations: int
     _parallelism: Single
-    _owed = False  # whether something of the step was released before the step
+    _paid: Paid | None = None  # of the step, as something of it was released before it
 
     def _start_counting(self) -> None:
         self._number = 0  # of the step's noise, where that is correlated
@@ -72,34 +103,54 @@ class CountedOptimizer(WrappedOptimizer):
     def step_hook(self, fn: Callable[[Any], None]) -> None:
         self.attach_step_hook(fn)
 
-    def _counts(self) -> list[Count]:
+    def _counts(self, batches: int | None = None) -> list[Count]:
         """This step, once for each accountant that counts it.
+
+        Args:
+            batches: Number of batches in it; those that are accumulated if ``None``.
 
         Raises:
             ValueError: The batches in it cannot be one step.
         """
-        found = counts(self._counters, self.accumulated_iterations) if self._counters else []
+        batches = self.accumulated_iterations if batches is None else batches
+        found = counts(self._counters, batches) if self._counters else []
         correlation = self._parallelism.correlation
         if correlation is None:
             return found
         self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
 
-    def owe_step(self) -> None:
-        """Something of the step's samples is released now: it counts, also without a step."""
-        self._owed = True
+    def pay_early(self, batches: int) -> None:
+        """Something of the step's samples is about to be released: the step counts now.
 
-    def pay_owed_step(self) -> None:
-        """The step is given up: it is counted if something of it was released."""
-        if self._owed:
-            self._count_step(self._counts())
+        Args:
+            batches: Number of batches that are in the step so far.
+        """
+        self._paid = self._record(self._counts(batches), batches)
+
+    def give_up_step(self) -> None:
+        """What was recorded early stays; the next step counts anew."""
+        self._paid = None
 
     def _count_step(self, counts: list[Count]) -> None:
-        self._owed = False
+        self._record(counts, 1 if self._paid is None else self.accumulated_iterations)
+        self._paid = None
+
+    def _record(self, counts: list[Count], batches: int) -> Paid:
+        """Record the step, unless that was done; one of more batches replaces what was."""
+        earlier, noise_multiplier = self._paid, self._privacy.noise_multiplier
+        paid = Paid(batches, noise_multiplier, counts, _books(counts))
+        if earlier is not None and earlier.covers(paid):
+            return earlier
         for count in counts:
-            count.record(self._privacy.noise_multiplier)
-        if self._parallelism.correlation is not None:
-            self._parallelism.correlation.pay(self._number)
+            count.record(noise_multiplier)
+        correlation = self._parallelism.correlation
+        if correlation is not None:  # what is recorded again has rate 0
+            correlation.pay(self._number)
+        elif earlier is not None and earlier.is_part_of(paid):
+            for count in earlier.counts:
+                count.withdraw(noise_multiplier)
+        return paid._replace(books=_books(counts))
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

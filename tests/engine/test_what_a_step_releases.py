@@ -96,7 +96,7 @@ def test_a_count_without_a_step_is_accounted_for(mode: str) -> None:
         return float(optimizer.max_grad_norm)
 
     steps = engine.accountant.__len__
-    assert backward() != CLIP and steps() == 0
+    assert backward() != CLIP and steps() == 1  # before anybody can read C
     optimizer.step()
     optimizer.zero_grad()
     assert steps() == 1
@@ -116,6 +116,49 @@ def test_a_count_without_a_step_is_accounted_for(mode: str) -> None:
     backward()
     optimizer.step()
     assert steps() == 5
+    optimizer.zero_grad()
+    backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "compare_with_draws", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    assert steps() == 6  # before zero_grad
+    optimizer.step()  # the same batch again
+    assert steps() == 6
+    optimizer.zero_grad()
+    saved = engine.accountant.state_dict()
+    backward()
+    engine.accountant.load_state_dict(saved)
+    assert steps() == 6
+    optimizer.step()
+    assert steps() == 7
+
+
+@pytest.mark.parametrize("mode", GHOST)
+def test_batches_of_one_step_are_counted_as_one_step(mode: str) -> None:
+    """Each noisy count is paid for when it is released; together they are the step."""
+    engine = PrivacyEngineAdaptiveClipping()
+    model, optimizer, criterion, _ = private(
+        build(), mode, engine, noise_multiplier=0.1, min_clipbound=1e-3
+    )
+    inputs, targets = batch()
+    (rate,) = {counter.sample_rate for counter in optimizer._counters}
+    rate = min(rate, 0.25)
+    optimizer._counters[0].sample_rate = rate
+    history = engine.accountant.history
+    for step in range(2):
+        before = [(0.1, 2 * rate, step)] if step else []
+        criterion(model(inputs), targets).backward()
+        assert history == [*before, (0.1, rate, 1)]
+        criterion(model(inputs), targets).backward()
+        assert history[-1][1] == 2 * rate and len(engine.accountant) == step + 1
+        optimizer.step()
+        assert sum(rate * steps for _, rate, steps in history) == 2 * rate * (step + 1)
+        optimizer.zero_grad()
+    criterion(model(inputs), targets).backward()
+    optimizer.noise_multiplier = 0.09  # what was released had other noise
+    optimizer.step()
+    assert [entry[0] for entry in history[-2:]] == [0.1, 0.09]
 
 
 @pytest.mark.parametrize("mode", GHOST)

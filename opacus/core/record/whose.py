@@ -35,9 +35,10 @@ class WhoseRows:
     """
 
     def __init__(self, specs: Iterable[LayerSpec]) -> None:
+        specs = list(specs)
         self.indices = IndexCheck(specs)
         self.repeats = RepeatCheck()
-        self._follower = Follower()
+        self._follower = Follower({spec.name for spec in specs if spec.params})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
@@ -47,7 +48,8 @@ class WhoseRows:
         """One for forward passes on the side."""
         other = copy.copy(self)
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
-        other._follower, other._follows, other._hidden = Follower(), False, {}
+        other._follower = Follower(self._follower.layers)
+        other._follows, other._hidden = False, {}
         other.asked = False
         return other
 

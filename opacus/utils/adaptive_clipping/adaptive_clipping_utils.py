@@ -72,11 +72,11 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         )
 
     def backward(self, retain_graph: bool = False) -> None:  # type: ignore[override]
-        """See the base class; after an error the step is counted if C has moved for it."""
+        """See the base class; after an error the next batch counts anew."""
         try:
             super().backward(retain_graph)
         except BaseException:
-            self.optimizer.pay_owed_step()
+            self.optimizer.give_up_step()
             raise
 
     def _norms_are_known(self, norms: Tensor) -> None:
@@ -100,7 +100,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         spend_on_count(privacy, std)
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
         fraction = private_fraction(centred_count(within), std, batch, parallelism, norms.device)
-        self.optimizer.owe_step()
+        self.optimizer.pay_early(self.optimizer.clipped_batches + 1)
         privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)
 
 
