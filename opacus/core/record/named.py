@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,13 @@ class NamedUnits:
         ids: ``[R]`` or ``[R, T]`` int64, 0 to n - 1, -1 for rows or tokens of nobody.
         count: Number of units n.
         names: ``[n]``, what the user calls them.
+        note: See :class:`~opacus.core.record.passes.ForwardPass`.
     """
 
     ids: Tensor
     count: int
     names: Tensor
+    note: Callable[[], None] | None = None
 
     def of_layer(
         self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int

@@ -56,7 +56,7 @@ class Reached:
     def _reach(self, compiled: CompiledPass, grad: Tensor) -> None:
         own, number = compiled.forward_pass, number_of_backward()
         own.generation.waiting.discard(compiled)
-        own.generation.begun = True
+        own.reach()
         if number != self._backward:
             self._backward, self._passes = number, []
         if own not in self._passes:

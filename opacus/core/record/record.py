@@ -113,7 +113,7 @@ class Use:
         """A backward pass has come here; whether the model was called several times for it."""
         generation = self.forward_pass.generation
         generation.waiting.discard(self)
-        generation.begun = True
+        self.forward_pass.reach()
         return len(generation.calls) > 1
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
