@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_forward_passes_before_the_first_step_are_batches_of_their_own(mode: str
     criterion(outputs[1], y[parts[1]]).backward()
     with pytest.raises(RuntimeError, match=r"rows of the units \[3, 7\]"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_reentrant_checkpoints_run_layers_again_on_rows_of_the_latest_call(mode: str) -> None:
+    def use(net: Any, x: Tensor) -> Tensor:
+        inner = partial(checkpoint, partial(flattened, net), use_reentrant=True)
+        return checkpoint(inner, x, use_reentrant=True)
+
+    made = private(Net(use), mode, 3, privacy_unit="users")
+    model, optimizer, criterion, _ = made
+    x, y = inputs()
+    x.requires_grad_()
+    want = clipped_sum(Net(flattened), x.detach(), y, OF_USERS)
+    assert_right(step(made, x, y, users=USERS), want)
+    assert not any(g.any() for g in step(made, x[:0], y[:0], users=USERS[:0]))
+    first = model(x, users=USERS)
+    model(x, users=USERS.flip(0))
+    with pytest.raises(ValueError, match="reentrant checkpoint runs layers again"):
+        criterion(first, y).backward()
+    optimizer.reset_accumulation()
+    assert_right(step(made, x, y, users=USERS), want)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])

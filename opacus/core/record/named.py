@@ -61,6 +61,10 @@ class NamedUnits:
             "[rows, tokens, ...] or [rows * tokens, ...]. Or freeze it"
         )
 
+    def same(self, other: NamedUnits) -> bool:
+        """Whether row i is of the same unit in both."""
+        return torch.equal(self.ids, other.ids) and torch.equal(self.names, other.names)
+
     def sums(self, losses: Tensor, valid: Tensor | None, mean: bool) -> Tensor:
         """``[n]`` losses of units.
 
