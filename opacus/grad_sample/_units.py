@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -67,9 +69,10 @@ class NamedByUser(OpacusNames):
         recorder.passes.name_units(None)
         if trains:
             named = named_units(key, names, tree_leaves((args, kwargs)))
-            recorder.passes.name_units(named)
             if self.names is not None:
-                self.names.note(self._of_all_ranks(key, named.names))
+                everyone = self._of_all_ranks(key, named.names)
+                named = replace(named, note=partial(self.names.note, everyone))
+            recorder.passes.name_units(named)
         return args, kwargs
 
     def _of_all_ranks(self, key: str, names: Tensor) -> Tensor:

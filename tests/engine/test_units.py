@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from tests.helpers import oracle
 from tests.helpers.units import (
     CLIP,
@@ -146,6 +148,72 @@ def test_a_unit_is_in_one_physical_batch_of_a_step(mode: str) -> None:
     criterion(model(x[:2], users=USERS[:2]), y[:2]).backward()
     with pytest.raises(ValueError, match="nor is privacy_unit"):
         criterion(model(x[2:], users=USERS[2:]), y[2:]).backward()
+
+
+def by_parts(mode: str, clear: str, users: Tensor) -> list[Tensor]:
+    """The sum of a step of two physical batches, with gradients cleared somewhere in the loop."""
+    model, optimizer, criterion, loader = private(Net(flattened), mode, 4, privacy_unit="users")
+    x, y = inputs()
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as parts:
+        for _, rows in zip(parts, ([0, 1], [2, 3]), strict=True):
+            if clear == "first":
+                optimizer.zero_grad()
+            out = model(x[rows], users=users[rows])
+            if clear == "between":
+                optimizer.zero_grad()
+            criterion(out, y[rows]).backward()
+            optimizer.step()
+            got = [p.grad.clone() for p in optimizer.params if p.grad is not None]
+            if clear == "last":
+                optimizer.zero_grad()
+    return got
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clear", ["first", "between", "last"])
+def test_units_are_those_of_the_step_wherever_gradients_are_cleared(clear: str, mode: str) -> None:
+    with pytest.raises(RuntimeError, match=r"rows of the units \[7\]"):
+        by_parts(mode, clear, torch.tensor([7, 3, 7, 9]))
+    want = clipped_sum(Net(flattened), *inputs(), [torch.tensor(r) for r in ([0, 1], [2], [3])])
+    assert_right(by_parts(mode, clear, torch.tensor([7, 7, 3, 9])), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_passes_before_the_first_step_are_batches_of_their_own(mode: str) -> None:
+    model, optimizer, criterion, _ = private(Net(flattened), mode, privacy_unit="users")
+    x, y = inputs()
+    parts = [[0, 1], [2, 4]]  # rows of 7 and 3 in both
+    outputs = [model(x[rows], users=USERS[rows]) for rows in parts]
+    optimizer.signal_skip_step(True)
+    criterion(outputs[0], y[parts[0]]).backward()
+    optimizer.step()
+    optimizer.signal_skip_step(False)
+    criterion(outputs[1], y[parts[1]]).backward()
+    with pytest.raises(RuntimeError, match=r"rows of the units \[3, 7\]"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_reentrant_checkpoints_run_layers_again_on_rows_of_the_latest_call(mode: str) -> None:
+    def use(net: Any, x: Tensor) -> Tensor:
+        inner = partial(checkpoint, partial(flattened, net), use_reentrant=True)
+        return checkpoint(inner, x, use_reentrant=True)
+
+    made = private(Net(use), mode, 3, privacy_unit="users")
+    model, optimizer, criterion, _ = made
+    x, y = inputs()
+    x.requires_grad_()
+    want = clipped_sum(Net(flattened), x.detach(), y, OF_USERS)
+    assert_right(step(made, x, y, users=USERS), want)
+    assert not any(g.any() for g in step(made, x[:0], y[:0], users=USERS[:0]))
+    first = model(x, users=USERS)
+    model(x, users=USERS.flip(0))
+    with pytest.raises(ValueError, match="reentrant checkpoint runs layers again"):
+        criterion(first, y).backward()
+    optimizer.reset_accumulation()
+    assert_right(step(made, x, y, users=USERS), want)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])

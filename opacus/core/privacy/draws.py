@@ -134,12 +134,15 @@ class Names:
     """The units of a step's physical batches, as the user names them: each is in one of them."""
 
     def __init__(self) -> None:
-        self._latest: deque[Tensor] = deque(maxlen=MOST_WAITING)  # since the latest call of check
+        self._latest: dict[int, Tensor] = {}  # since the latest call of check, by their place
         self._earlier: set[int] = set()  # of the step before that
 
     def note(self, units: Tensor) -> None:
-        """The model has got rows of these units ``[n]``."""
-        self._latest.append(units)
+        """A backward pass has come to rows of these units ``[n]``.
+
+        That, not the forward pass, puts them in a step: ``zero_grad()`` may come between them.
+        """
+        self._latest[id(units)] = units
 
     def check(self, final: bool) -> None:
         """A physical batch of a step is complete.
@@ -151,7 +154,7 @@ class Names:
             RuntimeError: Units have rows in several: each part would be clipped by itself.
         """
         if self._latest and not (final and not self._earlier):  # not the only batch of its step
-            latest = torch.cat([units.reshape(-1).cpu() for units in self._latest])
+            latest = torch.cat([units.reshape(-1).cpu() for units in self._latest.values()])
             names = set(latest.tolist())
             self._refuse(sorted(names & self._earlier))
             self._earlier |= names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,13 @@ class NamedUnits:
         ids: ``[R]`` or ``[R, T]`` int64, 0 to n - 1, -1 for rows or tokens of nobody.
         count: Number of units n.
         names: ``[n]``, what the user calls them.
+        note: See :class:`~opacus.core.record.passes.ForwardPass`.
     """
 
     ids: Tensor
     count: int
     names: Tensor
+    note: Callable[[], None] | None = None
 
     def of_layer(
         self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int
@@ -58,6 +60,10 @@ class NamedUnits:
             f"{tuple(self.ids.shape)}, so whose these rows are is not known: its output has to be "
             "[rows, tokens, ...] or [rows * tokens, ...]. Or freeze it"
         )
+
+    def same(self, other: NamedUnits) -> bool:
+        """Whether row i is of the same unit in both."""
+        return torch.equal(self.ids, other.ids) and torch.equal(self.names, other.names)
 
     def sums(self, losses: Tensor, valid: Tensor | None, mean: bool) -> Tensor:
         """``[n]`` losses of units.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -86,6 +86,7 @@ class ForwardPass:
         ordinary: Names of parameters that an ordinary loss has run backward through.
         made_up: Whether its only row is made up; see :mod:`opacus.core.record.empty`.
         named: Its units, if the user names them.
+        note: Called when a backward pass comes here, where its units are in one batch of a step.
         moved: Layers whose rows are not the units in their order.
         kinds: Layers that ran, with the number of dimensions of what they gave.
         long: Layers that ran in eager code on many tokens of each sample.
@@ -98,9 +99,16 @@ class ForwardPass:
     ordinary: tuple[str, ...] = ()
     made_up: bool = False
     named: NamedUnits | None = None
+    note: Callable[[], None] | None = None
     moved: set[str] = field(default_factory=set)
     kinds: set[tuple[str, int]] = field(default_factory=set)
     long: set[str] = field(default_factory=set)
+
+    def reach(self) -> None:
+        """A backward pass has come here."""
+        self.generation.begun = True
+        if self.note is not None:
+            self.note()
 
 
 class Passes:
@@ -141,7 +149,9 @@ class Passes:
         if named is not None:
             self._sizes = frozenset()
         self.told = batch if batch is not None and self._sizes <= {batch, 1} else None
-        self.current = ForwardPass(self.generation, batch, self._sizes, named=named)
+        # Also of an empty batch: other ranks' units are in it.
+        note = None if self.named is None else self.named.note
+        self.current = ForwardPass(self.generation, batch, self._sizes, named=named, note=note)
         self.generation.calls.add(self.current)
         return self.current
 
@@ -169,7 +179,8 @@ class Passes:
         if not self.generation.waiting and not in_backward:
             self.generation = Generation()
         sizes = self._sizes if recomputed else frozenset()
-        one = ForwardPass(self.generation, sizes=sizes, named=self.named)
+        note = None if self.named is None else self.named.note
+        one = ForwardPass(self.generation, sizes=sizes, named=self.named, note=note)
         calls = self.generation.calls
         if recomputed and calls and all(call.made_up for call in calls):
             one.batch, one.made_up = 0, True

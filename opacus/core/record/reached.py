@@ -4,8 +4,9 @@ Note [Compiled blocks in checkpoints]
     A checkpoint drops what a compiled graph saves, the number of each layer's use too, and runs the
     graph again in the backward pass. Which forward pass it is part of then comes from the
     model's outputs: hooks on them are called before anything behind them is computed again. All
-    else that a use has is found as it was in the forward pass. The hooks also keep the
-    forward pass among those that wait for their backward, as long as its graph lives.
+    else that a use has is found as it was in the forward pass. Calls on rows of units that the user
+    names have such hooks, too. The hooks also keep the forward pass among those that wait for their
+    backward, as long as its graph lives.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.record.named import NamedUnits
 from opacus.core.record.passes import ForwardPass
 from opacus.core.rules.spec import LayerSpec
 
@@ -39,7 +41,7 @@ class Reached:
         self._passes: list[ForwardPass] = []
 
     def note(self, forward_pass: ForwardPass) -> None:
-        """A layer has run in a compiled graph, in this call of the model."""
+        """A layer runs in a compiled graph, or on named units, in this call of the model."""
         if self._running is None or self._running.forward_pass is not forward_pass:
             self._running = CompiledPass(forward_pass)
             forward_pass.generation.waiting.add(self._running)
@@ -56,7 +58,7 @@ class Reached:
     def _reach(self, compiled: CompiledPass, grad: Tensor) -> None:
         own, number = compiled.forward_pass, number_of_backward()
         own.generation.waiting.discard(compiled)
-        own.generation.begun = True
+        own.reach()
         if number != self._backward:
             self._backward, self._passes = number, []
         if own not in self._passes:
@@ -66,6 +68,26 @@ class Reached:
     def passes(self) -> list[ForwardPass]:
         """The forward passes whose outputs the running backward pass has gone through."""
         return self._passes if number_of_backward() == self._backward else []
+
+    def check_names(self, named: NamedUnits | None) -> None:
+        """A reentrant checkpoint runs layers again, in the order of the backward passes.
+
+        Args:
+            named: Units of the latest call of the model, by which their rows would be told apart.
+
+        Raises:
+            ValueError: They are of another call, on rows of other units.
+        """
+        if named is None:
+            return
+        for own in [one.named for one in self._passes]:
+            # The call on an empty batch has none.
+            if named.count if own is None else own is not named and not named.same(own):
+                raise ValueError(
+                    "a reentrant checkpoint runs layers again, of an earlier call of the model "
+                    "than the latest one, on rows of other units: whose those are is not known. "
+                    "Use checkpoint(..., use_reentrant=False), or backward() after each call"
+                )
 
     def now(self, spec: LayerSpec) -> ForwardPass:
         """The forward pass that the running backward pass computes a layer of again.

@@ -111,9 +111,11 @@ class Use:
 
     def reached(self) -> bool:
         """A backward pass has come here; whether the model was called several times for it."""
-        generation = self.forward_pass.generation
+        generation, note = self.forward_pass.generation, self.forward_pass.note
         generation.waiting.discard(self)
         generation.begun = True
+        if note is not None:
+            note()
         return len(generation.calls) > 1
 
     def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

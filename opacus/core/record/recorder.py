@@ -147,6 +147,8 @@ class Recorder(Taps):
             return None
         passes, inputs, self.ours = self.passes, (args, kwargs), True
         current, recorded = passes.begin(inputs), self.active(module)
+        if passes.named is not None and recorded:
+            self.reached.note(current)
         if current.batch == 0 and recorded:
             current.made_up = True
             return with_a_row(args, kwargs, passes.dim)

@@ -208,6 +208,8 @@ class Taps:
         if self.passes.current is not None:
             return self.passes.current
         again = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
+        if again:
+            self.reached.check_names(self.passes.named)
         return self.passes.outside(in_backward=self.in_backward, recomputed=again)
 
     def batch_dim(self, layer: Layer, output_dims: int) -> int:

@@ -204,9 +204,8 @@ class WholeUse:
         sink = self._sink()
         if sink is None:
             raise RuntimeError("the private model was deleted before backward()")
-        generation = self.forward_pass.generation
-        generation.waiting.discard(self)
-        generation.begun = True
+        self.forward_pass.generation.waiting.discard(self)
+        self.forward_pass.reach()
         with torch.no_grad():
             plain = {n: g.detach() if g.requires_grad else g for n, g in grads.items()}
             sink(self.forward_pass, plain)
