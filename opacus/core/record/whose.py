@@ -35,10 +35,9 @@ class WhoseRows:
     """
 
     def __init__(self, specs: Iterable[LayerSpec]) -> None:
-        specs = list(specs)
         self.indices = IndexCheck(specs)
         self.repeats = RepeatCheck()
-        self._follower = Follower({spec.name for spec in specs if spec.params})
+        self._follower = Follower()
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
@@ -48,8 +47,7 @@ class WhoseRows:
         """One for forward passes on the side."""
         other = copy.copy(self)
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
-        other._follower = Follower(self._follower.layers)
-        other._follows, other._hidden = False, {}
+        other._follower, other._follows, other._hidden = Follower(), False, {}
         other.asked = False
         return other
 

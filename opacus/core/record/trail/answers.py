@@ -29,8 +29,6 @@ MOST_ANSWERS = 4096
 # In which forward passes of a structure what is remembered is looked at again: its second one,
 # which finds most of what is other each time, and seldom after that.
 LOOK_AGAIN, INTERVAL = (2, 32), 1000
-# So many are followed at most while a layer has run in none, as layer-drop leaves some out.
-WAIT = 32
 
 
 class Follower:
@@ -41,17 +39,13 @@ class Follower:
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
 
     A model may branch on its own counters, or on values that the program has read. So some later
-    passes are followed again; if one differs, all are from then on. The first passes are followed
-    until each layer has run. A later pass that is not followed is refused if a layer runs in it
-    that had not run before, or gives tensors of other dimensions: its rows may be as many as the
-    units by chance.
-
-    Args:
-        layers: Names of the layers that may run.
+    passes are followed again; if one differs, all are from then on. So is the pass after one in
+    which a layer ran that had not run before, or gave tensors of other dimensions. If there are as
+    many units as something else of the inputs (tokens, say), that pass itself is refused: it may
+    have a layer with a row for each of those.
     """
 
-    def __init__(self, layers: AbstractSet[str] = frozenset()) -> None:
-        self.layers = layers
+    def __init__(self) -> None:
         self._answers: dict[Any, Uses | None] = {}
         self._always: set[Any] = set()  # structures that are followed each time
         self._keys: tuple[Any, Any] = (None, None)
@@ -63,6 +57,7 @@ class Follower:
         self._passes: dict[Any, int] = {}  # so many of each structure that is remembered
         self._kinds: dict[Any, Kinds] = {}  # what was followed of it
         self._unfollowed: Any = None  # the structure of the running pass, if it is remembered
+        self._dim = 0
 
     def begin(
         self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
@@ -82,14 +77,11 @@ class Follower:
         leaves = tree_leaves(inputs)
         self._keys = _structure(leaves, count), _shapes(leaves, count)
         known = next((k for k in self._keys if k in self._answers), None)
-        self._count, self._places = count, {}
+        self._count, self._dim, self._places = count, dim, {}
         if known is not None and self._keys[0] not in self._always:
             self._known = self._answers[known]
             self._passes[known] = passes = self._passes.get(known, 1) + 1
-            again = passes in LOOK_AGAIN or passes % INTERVAL == 0
-            if not again and passes <= WAIT:
-                again = not self.layers <= {name for name, _ in self._kinds[known]}
-            if not again or not can_follow():
+            if not (passes in LOOK_AGAIN or passes % INTERVAL == 0) or not can_follow():
                 self._unfollowed = known
                 return self._known is not None
         elif not can_follow():
@@ -141,7 +133,11 @@ class Follower:
     def _compare(self, key: Any, kinds: Kinds) -> None:
         """A pass that was not followed has ended, in which these ran."""
         new = kinds - self._kinds[key]
-        if new:
+        if not new:
+            return
+        del self._answers[key], self._kinds[key], self._passes[key]
+        sizes = [own[1:] for own in self._keys[0] if isinstance(own, tuple)]
+        if any(1 in (*own[: self._dim], *own[self._dim + 1 :]) for own in sizes):
             self.ran_otherwise(f"layer '{min(new)[0]}'")
 
     def knows(self, spec: LayerSpec, output: Tensor) -> bool:
@@ -195,9 +191,8 @@ class Follower:
         self._always.add(self._keys[0])
         raise RuntimeError(
             f"{layer} has other rows than in an earlier forward pass with inputs of the same "
-            "structure, or ran in none that was followed, so whose they are is not known. Nothing "
-            "was added to the model. From now on such forward passes are followed: run the step "
-            "again"
+            "structure, so whose they are is not known. Nothing was added to the model. From now "
+            "on such forward passes are followed: run the step again"
         )
 
     def _next(self, spec: LayerSpec) -> Units | None:
