@@ -25,9 +25,8 @@ def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
 
     See `DPDataLoader.from_data_loader`. A loader that has a rate of its own keeps it.
     """
-    own: float | None = getattr(data_loader, "sample_rate", None)
-    if own is not None:
-        return own
+    if hasattr(data_loader, "sample_rate"):
+        return sample_rate_of(data_loader)
     batch_sampler, size = data_loader.batch_sampler, len(data_loader.dataset)  # type: ignore
     if batch_sampler is None:
         raise ValueError("data_loader does not batch (batch_size=None); give it a batch_size")

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.recorder import Recorder
+from tests.helpers.graphs import fresh_graphs
 from tests.helpers.modes import assert_close
 from tests.helpers.problems import PROBLEMS, build, clipped_sum, criterion, per_sample
 
@@ -39,12 +40,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    watched = torch._dynamo.config.skip_nnmodule_hook_guards
-    yield
-    torch._dynamo.config.skip_nnmodule_hook_guards = watched
-    torch._dynamo.reset()
+    with fresh_graphs():
+        yield
 
 
 class Block(nn.Module):

@@ -24,6 +24,7 @@ from opacus import PrivacyEngine
 from opacus.core.record.own_checkpoints import OwnCheckpoints
 from opacus.core.record.recorder import Recorder
 from tests.helpers import oracle
+from tests.helpers.graphs import fresh_graphs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -36,12 +37,8 @@ B, CLIP = 5, 0.3
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    watched = torch._dynamo.config.skip_nnmodule_hook_guards
-    yield
-    torch._dynamo.config.skip_nnmodule_hook_guards = watched
-    torch._dynamo.reset()
+    with fresh_graphs():
+        yield
 
 
 class Block(nn.Module):

@@ -152,8 +152,8 @@ class LinearRule(LayerRule):
             and type(x) is type(g) is Tensor
             and out.numel() == x.shape[-1] * g.shape[-1]  # else bmm would resize it
             and x.dtype == g.dtype
-            # On a CPU half precision is widened first, or its sum would be rounded.
-            and out.dtype == (wide_dtype(g) if g.is_cuda else g.dtype)
+            and out.dtype == wide_dtype(g)
+            and (g.is_cuda or g.dtype == out.dtype)  # else copies would be widened for each rank
             and out.dim() == 2
             and rows % ranks == 0
             and (ranks == 1 or rows // ranks >= RANK_ROWS)
@@ -165,11 +165,7 @@ class LinearRule(LayerRule):
         left, right = (x, g) if self.transposed else (g, x)
         left = left.t().unflatten(0, (len(out), -1))  # [W, p / W, tokens]
         right = right.expand(len(out), *right.shape)
-        out = out.unflatten(1, (-1, right.shape[2]))  # [W, p / W, d]
-        if left.dtype == out.dtype:
-            torch.bmm(left, right, out=out)
-        else:
-            torch.bmm(left, right, out_dtype=out.dtype, out=out)
+        wide_bmm(left, right, out=out.unflatten(1, (-1, right.shape[2])))  # [W, p / W, d]
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         x, g = join_tokens([(a[0], b) for a, b in uses], (1, 1))
