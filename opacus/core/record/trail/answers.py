@@ -65,7 +65,8 @@ class Answer:
             return True
         waits_for = [name for name in self.absent if trained(name)]
         if waits_for and self.passes == LOOK_AGAIN[-1] + 1:
-            warnings.warn(_WAITS.format(", ".join(sorted(waits_for))), stacklevel=2)
+            some = ", ".join(sorted(waits_for)[:5]) + (", ..." if len(waits_for) > 5 else "")
+            warnings.warn(_WAITS.format(some), stacklevel=2)
         return bool(waits_for)
 
 
