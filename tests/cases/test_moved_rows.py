@@ -181,54 +181,107 @@ def in_stages(later: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, list[s
     return model, stages
 
 
+def passes_followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches of those passes, as they are followed."""
+    sizes: list[int] = []
+    begin = answers.Trail.__enter__
+    monkeypatch.setattr(
+        answers.Trail, "__enter__", lambda self: (sizes.append(self.count), begin(self))[1]
+    )
+    return sizes
+
+
+# As many rows as there are samples, by a constant of the model: they could be theirs.
+TABLES = [
+    lambda net, h: net.b(torch.eye(T, D).to(h.dtype)),
+    lambda net, h: net.b(torch.linspace(-1, 1, B * D).view(B, D).to(h.dtype)).tanh().mean(0),
+]
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_shared_rows_in_a_layer_that_runs_later(mode: str) -> None:
-    """As many as there are samples: they could be theirs. It is refused, and then followed."""
-    model, stages = in_stages(lambda net, h: net.b(torch.eye(B, D).to(h.dtype)))
+@pytest.mark.parametrize("table", TABLES)
+def test_shared_rows_in_a_layer_that_runs_later(table: Any, mode: str) -> None:
+    model, stages = in_stages(table)
     made = private(copy.deepcopy(model), mode, B)
     made[1].isolation = None
     for seed in range(5):
+        stages += ["more"] if seed == 3 else []
+        compare(made, model, seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("table", TABLES)
+def test_shared_rows_in_a_layer_that_is_trained_later(table: Any, mode: str) -> None:
+    model, stages = in_stages(table)
+    stages.append("from the start")
+    made = private(copy.deepcopy(model), mode, B)
+    made[1].isolation = None
+    made[0].b.requires_grad_(False)
+    for seed in range(3):
         x, y = batch(seed)
-        x = torch.cat([x, x.flip(1)], 1)[:, :B]
+        made[1].zero_grad()
+        made[2](made[0](x), y).backward()
+        made[1].step()
+    made[0].b.requires_grad_()
+    for seed in range(3, 5):
+        compare(made, model, seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_with_other_dimensions_later_is_refused(mode: str) -> None:
+    """Then its rows may be anything's; it is followed the next time."""
+    stages: list[str] = []
+
+    def use(net: Any, x: Tensor) -> Tensor:
+        h = net.b(net.a(x).tanh())
+        return h + net.a(torch.eye(B, D).to(x.dtype) * 30).mean(0) if stages else h
+
+    model = Net(use)
+    made = private(copy.deepcopy(model), mode, B)
+    made[1].isolation = None
+    for seed in range(5):
         if seed == 3:
-            stages.append("positions")
-            with pytest.raises(RuntimeError, match="layer 'b' has other rows than in an earlier"):
-                step(made, x, y)
-        want = clipped_sum(copy.deepcopy(model), x, y, list(torch.arange(B)[:, None]))
-        assert_right(step(made, x, y), want)
+            stages.append("more")
+            with pytest.raises(RuntimeError, match="layer 'a' has other rows than in an earlier"):
+                step(made, *batch(seed))
+        compare(made, model, seed)
 
 
-def test_a_layer_that_runs_later_is_followed_the_next_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    followed: list[int] = []
+def test_passes_are_followed_until_each_layer_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = passes_followed(monkeypatch)
     model, stages = in_stages(lambda net, h: net.b(h))
-    begin = answers.Trail.__enter__
-    monkeypatch.setattr(
-        answers.Trail, "__enter__", lambda self: (followed.append(seed), begin(self))[1]
-    )
     made = private(copy.deepcopy(model), "ghost_bk", B)
     made[1].isolation = None
+    counts = []
     for seed in range(8):
         stages += ["more"] if seed == 4 else []
         compare(made, model, seed)
-    assert followed == [0, 1, 5, 6]
+        counts.append(len(followed))
+    assert counts == [1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_a_layer_that_never_runs_is_named_once() -> None:
+    model, _ = in_stages(lambda net, h: net.b(h))
+    made = private(copy.deepcopy(model), "ghost_bk", B)
+    made[1].isolation = None
+    x, y = batch(0)
+    with pytest.warns(UserWarning, match="did not run in the first forward passes: b. ") as seen:
+        for _ in range(40):
+            step(made, x, y)
+    assert len(seen) == 1
 
 
 def test_models_that_do_not_are_followed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[int] = []
-    now = 0
-    begin = answers.Trail.__enter__
-    monkeypatch.setattr(
-        answers.Trail, "__enter__", lambda self: (followed.append(now), begin(self))[1]
-    )
-    made = private(Net(lambda net, x: net.a(x.flatten(0, 1)).view(x.shape)), "ghost_bk", B)
+    followed = passes_followed(monkeypatch)
+    model = Net(lambda net, x: net.b(net.a(x.flatten(0, 1))).view(x.shape))
+    made = private(model, "ghost_bk", B)
     x, y = batch(0)
     made[1].isolation = None
-    for number in range(1, 40):
-        now = number
+    counts = []
+    for _ in range(40):
         step(made, x, y)
-    assert followed == [1, 2, 32]
+        counts.append(len(followed))
+    assert counts == [1, *[2] * 30, *[3] * 9]
 
 
 # --- the experts of transformers: one parameter for all of them ---

@@ -94,12 +94,18 @@ class Use:
             raise RuntimeError(f"{self.spec}: the private model was deleted before backward()")
         return sink
 
-    def register(self, output_shape: torch.Size, *, counted: bool) -> None:
-        """Note that the layer ran; a recomputation is not counted as another use."""
+    def register(self, output_shape: torch.Size, *, counted: bool, dims: int | None = None) -> None:
+        """Note that the layer ran; a recomputation is not counted as another use.
+
+        Args:
+            output_shape: Of what is tapped.
+            counted: Whether this is another use.
+            dims: Number of dimensions of what the layer gave, if the rows tapped are made of it.
+        """
         if not counted or self.refusal is not None:
             return
         name, generation = self.spec.name, self.forward_pass.generation
-        self.forward_pass.kinds.add((name, len(output_shape)))
+        self.forward_pass.kinds.add((name, len(output_shape) if dims is None else dims))
         generation.uses[name] = generation.uses.get(name, 0) + 1
         generation.waiting.add(self)
         units, rows = self.units, rows_of(output_shape, self.batch_dim)

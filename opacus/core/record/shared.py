@@ -310,7 +310,7 @@ def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> 
         named = use.forward_pass.named
         if named is not None:
             use.units = named.of_layer(use.spec, None, own, 0)
-        use.register(own.shape, counted=True)
+        use.register(own.shape, counted=True, dims=output.dim())
         use.forward_pass.moved.add(use.spec.name)
         (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
         return tapped

@@ -78,7 +78,7 @@ class Taps:
         self.lone: LoneSample | None = None
         self.carried: Carries | None = None
         self.taps_in_graphs = compiled_taps_from_environment()
-        self.whose = WhoseRows(layer.spec for layer in layers)
+        self.whose = WhoseRows(layers)
         self.reached = Reached()
         self.passes = Passes(dim)
         self._sharded = sharded

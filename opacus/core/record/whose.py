@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,17 +27,17 @@ class WhoseRows:
     rows are the units, as far as :class:`IndexCheck` and :class:`RepeatCheck` can see.
 
     Args:
-        specs: All layers.
+        layers: All layers.
 
     Attributes:
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
 
-    def __init__(self, specs: Iterable[LayerSpec]) -> None:
-        self.indices = IndexCheck(specs)
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
-        self._follower = Follower()
+        self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
@@ -47,7 +47,7 @@ class WhoseRows:
         """One for forward passes on the side."""
         other = copy.copy(self)
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
-        other._follower, other._follows, other._hidden = Follower(), False, {}
+        other._follower, other._follows, other._hidden = self._follower.fresh(), False, {}
         other.asked = False
         return other
 

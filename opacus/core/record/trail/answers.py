@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -31,6 +32,44 @@ MOST_ANSWERS = 4096
 LOOK_AGAIN, INTERVAL = (2, 32), 1000
 
 
+@dataclass(eq=False)
+class Answer:
+    """What is remembered of forward passes with inputs of one structure.
+
+    Attributes:
+        absent: Layers that did not run in the passes that were followed.
+        uses: The units of each use of the others; ``None`` if they are the rows of all of them.
+        kinds: What ran in those passes.
+        passes: So many have begun, followed or not.
+    """
+
+    absent: AbstractSet[str]
+    uses: Uses | None = None
+    kinds: Kinds = frozenset()
+    passes: int = 1
+
+    def agrees(self, found: Uses) -> bool:
+        """Whether a pass that was followed found the same of the layers that ran before."""
+        again = {name: uses for name, uses in found.items() if name not in self.absent}
+        return _equal(again, self.uses)
+
+    def ran(self, found: Uses, kinds: Kinds) -> None:
+        """A pass was followed, in which these ran."""
+        self.kinds = self.kinds | kinds
+        self.absent = self.absent - found.keys() - {name for name, _ in kinds}
+
+    def follows_next(self, trained: Callable[[str], object]) -> bool:
+        """Whether the pass that begins now is followed."""
+        self.passes += 1
+        if self.passes in LOOK_AGAIN or self.passes % INTERVAL == 0:
+            return True
+        waits_for = [name for name in self.absent if trained(name)]
+        if waits_for and self.passes == LOOK_AGAIN[-1] + 1:
+            some = ", ".join(sorted(waits_for)[:5]) + (", ..." if len(waits_for) > 5 else "")
+            warnings.warn(_WAITS.format(some), stacklevel=2)
+        return bool(waits_for)
+
+
 class Follower:
     """Gives the units of each use of a layer while a model runs.
 
@@ -38,15 +77,18 @@ class Follower:
     are moved in ways that depend on shapes alone, what it found is remembered; otherwise every
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
 
-    A model may branch on its own counters, or on values that the program has read. So some later
-    passes are followed again; if one differs, all are from then on. So is the pass after one in
-    which a layer ran that had not run before, or gave tensors of other dimensions. If there are as
-    many units as something else of the inputs (tokens, say), that pass itself is refused: it may
-    have a layer with a row for each of those.
+    A model may branch on its own counters, or on values that the program has read. So passes are
+    followed until each trained layer has run in one, and some later ones are again; if one differs,
+    all are from then on. One that was not followed is refused if a layer gave tensors of other
+    dimensions in it: their rows may be anything's.
+
+    Args:
+        trained: For each layer, by name, what gives the parameters of it that are trained now.
     """
 
-    def __init__(self) -> None:
-        self._answers: dict[Any, Uses | None] = {}
+    def __init__(self, trained: Mapping[str, Callable[[], object]]) -> None:
+        self._trained = trained
+        self._answers: dict[Any, Answer] = {}
         self._always: set[Any] = set()  # structures that are followed each time
         self._keys: tuple[Any, Any] = (None, None)
         self._count = 0
@@ -54,10 +96,11 @@ class Follower:
         self._found: Uses = {}
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
-        self._passes: dict[Any, int] = {}  # so many of each structure that is remembered
-        self._kinds: dict[Any, Kinds] = {}  # what was followed of it
-        self._unfollowed: Any = None  # the structure of the running pass, if it is remembered
-        self._dim = 0
+        self._unfollowed: Answer | None = None  # what the running pass relies on
+
+    def fresh(self) -> Follower:
+        """One that remembers nothing."""
+        return Follower(self._trained)
 
     def begin(
         self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
@@ -77,12 +120,12 @@ class Follower:
         leaves = tree_leaves(inputs)
         self._keys = _structure(leaves, count), _shapes(leaves, count)
         known = next((k for k in self._keys if k in self._answers), None)
-        self._count, self._dim, self._places = count, dim, {}
+        self._count, self._places = count, {}
         if known is not None and self._keys[0] not in self._always:
-            self._known = self._answers[known]
-            self._passes[known] = passes = self._passes.get(known, 1) + 1
-            if not (passes in LOOK_AGAIN or passes % INTERVAL == 0) or not can_follow():
-                self._unfollowed = known
+            answer = self._answers[known]
+            self._known = answer.uses
+            if not answer.follows_next(lambda name: self._trained[name]()) or not can_follow():
+                self._unfollowed = answer
                 return self._known is not None
         elif not can_follow():
             return None
@@ -99,14 +142,15 @@ class Follower:
 
         Raises:
             ValueError: See :meth:`Trail.check`.
-            RuntimeError: The rows of layers that ran for the first time are not known.
+            RuntimeError: A layer gave tensors of other dimensions than before.
         """
-        trail, found, known = self._trail, self._found, self._known
+        trail, found = self._trail, self._found
         unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
         if trail is None:
-            if unfollowed is not None and output is not None:
-                self._compare(unfollowed, kinds)
+            other = set() if unfollowed is None or output is None else kinds - unfollowed.kinds
+            if other:
+                self.ran_otherwise(f"layer '{min(other)[0]}'")
             return
         trail.__exit__(None, None, None)
         if output is not None:
@@ -114,31 +158,27 @@ class Follower:
         if output is None or not found or self._keys[0] in self._always:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
-        if remembered is not None:
-            if not _equal(found, known):
-                self._always.add(self._keys[0])
-                warnings.warn(_CHANGED, stacklevel=2)
-            self._kinds[remembered] = self._kinds[remembered] | kinds
+        answer = None if remembered is None else self._answers.pop(remembered)
+        if answer is not None and not answer.agrees(found):
+            self._always.add(self._keys[0])
+            warnings.warn(_CHANGED, stacklevel=2)
             return
-        if len(self._answers) >= MOST_ANSWERS:
-            return
+        self._remember(trail, answer, found, kinds)
+
+    def _remember(self, trail: Trail, answer: Answer | None, found: Uses, kinds: Kinds) -> None:
+        """A pass was followed that agrees with what was known, if anything was."""
         units = [u for uses in found.values() for u in uses]
         plain = all(u is None for u in units)
         if trail.moved or trail.chosen or (trail.decided and not plain):
             return
-        simple = all(u is None or u.ids is None for u in units)
-        key = self._keys[0 if simple else 1]
-        self._answers[key], self._kinds[key] = None if plain else found, kinds
-
-    def _compare(self, key: Any, kinds: Kinds) -> None:
-        """A pass that was not followed has ended, in which these ran."""
-        new = kinds - self._kinds[key]
-        if not new:
+        if len(self._answers) >= MOST_ANSWERS:
             return
-        del self._answers[key], self._kinds[key], self._passes[key]
-        sizes = [own[1:] for own in self._keys[0] if isinstance(own, tuple)]
-        if any(1 in (*own[: self._dim], *own[self._dim + 1 :]) for own in sizes):
-            self.ran_otherwise(f"layer '{min(new)[0]}'")
+        if answer is None or (answer.uses is None and not plain):
+            answer = Answer(set(self._trained))
+        answer.uses = None if plain else found
+        answer.ran(found, kinds)
+        simple = all(u is None or u.ids is None for u in units)
+        self._answers[self._keys[0 if simple else 1]] = answer
 
     def knows(self, spec: LayerSpec, output: Tensor) -> bool:
         """Whether the units of an output of one row are known: it is not the same for all."""
@@ -239,6 +279,12 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 _NO_USE = object()
+
+_WAITS = (
+    "trained, but did not run in the first forward passes: {}. Each pass is followed until they "
+    "do, so that their rows are those of their samples, which takes time; freeze what never runs "
+    "(it gets nothing but noise)"
+)
 
 
 def can_follow(model: nn.Module, inputs: Any) -> bool:
