@@ -94,11 +94,11 @@ def check_noise(
         assert result["grads"].std().item() == pytest.approx(want, rel=0.03)
     steps = results[0]["grads"]
     for i in range(1, len(steps)):
-        assert correlation(steps[0], steps[i]) < 0.08  # 5 standard errors of 4096 draws
+        assert correlation(steps[0], steps[i]) < 0.12  # 7 standard errors of 4096 draws
     if mode == "ghost_fsdp":
         for a in range(world_size):
             for b in range(a):
-                assert correlation(results[a]["local"], results[b]["local"]) < 0.08
+                assert correlation(results[a]["local"], results[b]["local"]) < 0.12
 
 
 def draw_on_mesh(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def test_hsdp_replicas_draw_the_same_and_shards_do_not() -> None:
     results = run_distributed(draw_on_mesh, 4, timeout=200)
     torch.testing.assert_close(results[0][0], results[2][0], rtol=0, atol=0)
     torch.testing.assert_close(results[1][0], results[3][0], rtol=0, atol=0)
-    assert correlation(results[0][0][:3], results[1][0][:3]) < 0.4  # 150 draws
+    assert correlation(results[0][0][:3], results[1][0][:3]) < 0.6  # 150 draws
 
 
 # --- one seed, any number of ranks ---

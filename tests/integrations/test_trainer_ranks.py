@@ -272,4 +272,4 @@ def test_noise_is_that_of_one_process(tmp_path: Path) -> None:
     std = LR * 2.0 * CLIPPING_NORM / 4 * 2**0.5  # of two steps, over the batch of both ranks
     for way in ("ddp", "fsdp"):
         torch.testing.assert_close(first[way], second[way], rtol=0, atol=0)
-        assert float(first[way].std()) == pytest.approx(std, rel=0.05), way
+        assert float(first[way].std()) == pytest.approx(std, rel=0.08), way  # 5168 numbers
