@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -104,9 +105,11 @@ def children_of(pid: int) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """Free now, and not one that the system may give to somebody before it is used."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        if not hosts_rendezvous(port):
+            return port
 
 
 def log_of(folder: Path, rank: int) -> list[list[int]]:

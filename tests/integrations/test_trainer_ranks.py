@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +195,7 @@ def run_and_die(rank: int, world_size: int, folder: str) -> None:
 
     def dying(*args: Any) -> Any:
         if trainer.state.global_step == 3:
-            kept = trainer.seen[2][1], trainer.keys, time.time(), end
+            kept = trainer.seen[2][1], trainer.keys, end
             if rank == 0:
                 torch.save(kept, f"{folder}/before")
             dist.barrier()
@@ -227,8 +226,8 @@ def go_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
     with pytest.raises(DistributedTestError, match="rank 1 died with exit code -9") as failure:
         run_distributed(run_and_die, 2, str(tmp_path), timeout=120)
-    start, keys, killed, end = torch.load(tmp_path / "before", weights_only=False)
-    assert time.time() - killed < 15.0  # rank 0 does not wait for it
+    start, keys, end = torch.load(tmp_path / "before", weights_only=False)
+    # Rank 0 does not wait for it: else it would have been ended, and have raised nothing.
     assert "rank 0 raised" in str(failure.value) and "peer" in str(failure.value)
     losses = {}
     for world_size in (4, 1):
