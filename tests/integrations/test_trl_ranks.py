@@ -17,7 +17,7 @@ from tests.integrations.tiny import arguments, llama
 pytest.importorskip("trl")
 preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 
-LR, STEPS = 0.5, 3
+LR, STEPS = 0.5, 4
 
 
 def against_the_oracle(rank: int, world_size: int, folder: str, way: str, kind: str) -> Any:
