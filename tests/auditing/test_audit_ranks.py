@@ -71,7 +71,7 @@ def job(rank: int, world_size: int) -> dict[str, Any]:
 # The same noise in each run of the test: of true runs one in a thousand raises a false alarm.
 @pytest.mark.usefixtures("reproducible")
 def test_two_ranks() -> None:
-    for found in run_distributed(job, 2, timeout=120):
+    for found in run_distributed(job, 2):
         assert found["true"][0] == (), found["true"][1]
         assert "fresh noise in each element" in found["one stream"][0], found["one stream"][1]
         passed, changes = found["sensitivity"]

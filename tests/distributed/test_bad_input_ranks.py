@@ -219,7 +219,7 @@ def message_of(function: Callable[[int], None], rank: int) -> str:
 
 @functools.cache
 def messages() -> list[dict[str, str]]:
-    return run_distributed(run_all, 2, timeout=120)
+    return run_distributed(run_all, 2)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)

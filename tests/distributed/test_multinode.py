@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 10
 # A lost agent is noticed, and the rest goes on without it, in seconds instead of minutes.
 QUICK = "join_timeout=60,last_call_timeout=1,close_timeout=3"
-PATIENCE = 80
+PATIENCE = 150
 ENVIRONMENT = {
     "OPACUS_REPRODUCIBLE": "1",  # a resumed run draws the noise that the whole one drew
     "OMP_NUM_THREADS": "1",
@@ -129,7 +129,6 @@ def steps_of(log: list[list[int]], world: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_two_nodes_a_killed_rank_and_a_lost_node(agents: Agents, tmp_path: Path) -> None:
     whole, killed, lost = (tmp_path / name for name in ("whole", "killed", "lost"))
     for folder in (whole, killed, lost):

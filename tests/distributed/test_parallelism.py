@@ -369,7 +369,7 @@ def references() -> dict[str, dict[str, Any]]:
 @functools.cache
 def results_of(backend: str = "gloo") -> list[dict[Any, Any]]:
     clips = {name: want["clip"] for name, want in references().items()}
-    return run_distributed(run_layouts, 4, clips, timeout=150, backend=backend, fresh=True)
+    return run_distributed(run_layouts, 4, clips, backend=backend, fresh=True)
 
 
 @pytest.mark.parametrize("name,mode,deferred", CASES)

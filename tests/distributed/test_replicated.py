@@ -310,7 +310,7 @@ def _grads(net: nn.Module) -> dict[str, Tensor]:
 
 @functools.cache
 def results_of(world_size: int, backend: str = "gloo") -> list[dict[Any, Any]]:
-    return run_distributed(run_all, world_size, timeout=120, backend=backend)
+    return run_distributed(run_all, world_size, backend=backend)
 
 
 def of(world_size: int, key: Any) -> list[Any]:

@@ -92,7 +92,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 300,
     backend: str = "gloo",
     fresh: bool = False,
 ) -> list[Any]:

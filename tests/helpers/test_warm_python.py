@@ -24,7 +24,7 @@ os.system("exit 3")
 
 def run(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [warm_python(), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload]
 
 
 def test_a_script_has_what_it_was_given(tmp_path: Path) -> None:

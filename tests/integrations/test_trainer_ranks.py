@@ -96,7 +96,7 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str) -> dic
 def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str) -> None:
     import transformers
 
-    first, second = run_distributed(against_the_oracle, 2, str(tmp_path), way, timeout=120)
+    first, second = run_distributed(against_the_oracle, 2, str(tmp_path), way)
     assert first["mode"] == ("ghost_bk" if way == "ddp" else "ghost_fsdp_bk")
     assert first["expected"] == 4 and first["counted"] == second["counted"] == STEPS
     assert max(first["worst"], second["worst"]) < 2e-5
@@ -147,7 +147,7 @@ def resume(rank: int, world_size: int, folder: str, way: str, adapters: bool) ->
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_resumed_on_two_ranks(tmp_path: Path, way: str, adapters: bool) -> None:
-    first, second = run_distributed(resume, 2, str(tmp_path), way, adapters, timeout=200)
+    first, second = run_distributed(resume, 2, str(tmp_path), way, adapters)
     for out in (first, second):
         assert out["epsilon"][0] == pytest.approx(out["epsilon"][1]) and out["epsilon"][0] > 2.8
         assert out["steps"] == 2  # of 4, from checkpoint-2
@@ -225,7 +225,7 @@ def go_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
     with pytest.raises(DistributedTestError, match="rank 1 died with exit code -9") as failure:
-        run_distributed(run_and_die, 2, str(tmp_path), timeout=120)
+        run_distributed(run_and_die, 2, str(tmp_path))
     start, keys, end = torch.load(tmp_path / "before", weights_only=False)
     # Rank 0 does not wait for it: else it would have been ended, and have raised nothing.
     assert "rank 0 raised" in str(failure.value) and "peer" in str(failure.value)
@@ -234,7 +234,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_on_four_and_on_one(tmp_path: Path)
         folder = tmp_path / f"on-{world_size}"
         for kind in ("exact", "noisy"):
             shutil.copytree(tmp_path / kind / "checkpoint-2", folder / kind / "checkpoint-2")
-        ranks = run_distributed(go_on, world_size, str(folder), timeout=120)
+        ranks = run_distributed(go_on, world_size, str(folder))
         losses[world_size] = ranks[0]["exact"]["losses"]
         for of_rank in ranks:
             noisy, exact = of_rank["noisy"], of_rank["exact"]
@@ -267,7 +267,7 @@ def noise_alone(rank: int, world_size: int, folder: str) -> dict[str, torch.Tens
 
 @pytest.mark.slow
 def test_noise_is_that_of_one_process(tmp_path: Path) -> None:
-    first, second = run_distributed(noise_alone, 2, str(tmp_path), timeout=150)
+    first, second = run_distributed(noise_alone, 2, str(tmp_path))
     std = LR * 2.0 * CLIPPING_NORM / 4 * 2**0.5  # of two steps, over the batch of both ranks
     for way in ("ddp", "fsdp"):
         torch.testing.assert_close(first[way], second[way], rtol=0, atol=0)

@@ -66,7 +66,7 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str, kind: 
 @pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_clipped_sums_on_two_ranks(tmp_path: Path, way: str, kind: str) -> None:
-    for out in run_distributed(against_the_oracle, 2, str(tmp_path), way, kind, timeout=200):
+    for out in run_distributed(against_the_oracle, 2, str(tmp_path), way, kind):
         assert out["worst"] < (1e-5 if kind == "DPOConfig" else 3e-5)
         assert out["norms"] and min(out["norms"]) > out["least"]
         assert len(out["evaluated"]) == 1 and torch.isfinite(torch.tensor(out["evaluated"])).all()

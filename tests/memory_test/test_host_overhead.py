@@ -20,7 +20,8 @@ def test_it_measures_one_process_and_two(tmp_path) -> None:
     done = forked(
         SCRIPT,
         *("--iters", "1", "--settings", settings, "--modes", modes, "--output", output),
-        timeout=240,
+        *("--timeout", "250"),
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
