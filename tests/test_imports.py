@@ -172,7 +172,7 @@ def test_import_is_silent_and_installs_no_handler() -> None:
 
 def test_import_costs_little_more_than_torch() -> None:
     code = (
-        "import time, torch; t = time.perf_counter(); import opacus; print(time.perf_counter() - t)"
+        "import time, torch; t = time.process_time(); import opacus; print(time.process_time() - t)"
     )
     assert any(float(run(code)) < 1.5 for _ in range(3))
 

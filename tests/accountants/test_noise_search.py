@@ -151,7 +151,7 @@ def found_in_seconds(
         steps=steps,
         accountant=accountant,
     )
-    assert time.process_time() - start < 5.0
+    assert time.process_time() - start < 20.0
     book = create_accountant(accountant)
     book.history = [(sigma, rate, steps)]
     assert book.get_epsilon(delta) <= target

@@ -222,10 +222,10 @@ def test_launcher_returns_each_rank_s_result() -> None:
 
 def test_launcher_reports_a_failure_at_once() -> None:
     with pytest.raises(DistributedTestError, match="no luck on this rank"):
-        run_distributed(fail_on_one, 2, timeout=50)
+        run_distributed(fail_on_one, 2)
 
 
 @pytest.mark.slow
 def test_launcher_dumps_the_stack_of_a_hang() -> None:
     with pytest.raises(DistributedTestError, match=r"hung.*(.|\n)*in wait_for_the_other"):
-        run_distributed(wait_for_the_other, 2, timeout=10)
+        run_distributed(wait_for_the_other, 2, timeout=20)

@@ -131,7 +131,7 @@ def train_all(rank: int, world_size: int, layouts: Sequence[str]) -> dict[str, A
 
 @functools.cache
 def results_of(backend: str = "gloo", layouts: tuple[str, ...] = tuple(LAYOUTS)) -> list[Any]:
-    return run_distributed(train_all, 2, layouts, backend=backend, timeout=120)
+    return run_distributed(train_all, 2, layouts, backend=backend)
 
 
 def check(layout: str, results: list[dict[str, Any]], known: str, chosen: str) -> None:

@@ -219,7 +219,7 @@ def message_of(function: Callable[[int], None], rank: int) -> str:
 
 @functools.cache
 def messages() -> list[dict[str, str]]:
-    return run_distributed(run_all, 2, timeout=55)
+    return run_distributed(run_all, 2)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -268,15 +268,15 @@ def one_rank_stays_away(rank: int, world_size: int) -> None:
 
 
 def _sleeps_elsewhere() -> None:
-    time.sleep(60)
+    time.sleep(250)
 
 
 def test_a_hang_fails_soon_and_tells_where_each_rank_stands() -> None:
-    assert distributed_utils.STALL < 60
+    assert distributed_utils.STALL < 120
     start = time.monotonic()
     with pytest.raises(DistributedTestError) as caught:
-        run_distributed(one_rank_stays_away, 2, timeout=58)
-    assert time.monotonic() - start < 50  # not the whole time
+        run_distributed(one_rank_stays_away, 2, timeout=240)
+    assert time.monotonic() - start < 150  # not the whole time
     first, second = str(caught.value).split("rank 1 hung")
     assert "rank 0 hung in a collective that one leaves out" in first and "barrier" in first
     assert "_sleeps_elsewhere" in second

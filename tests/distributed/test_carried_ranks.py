@@ -111,7 +111,7 @@ def error_while_another_call_waits(case: Case) -> float:
     [(1, False), (2, False), pytest.param(1, True, marks=pytest.mark.slow)],
 )
 def test_the_sum_is_the_oracles(world_size: int, compiled: bool) -> None:
-    for rank in run_distributed(check_all, world_size, compiled, timeout=120):
+    for rank in run_distributed(check_all, world_size, compiled):
         for case, (what, _, taps) in zip(rank, COMPILED if compiled else EAGER, strict=True):
             assert max(case.errors) < 2e-5, case
             assert case.records[0] == case.taps[0] == 12, case  # all layers, to learn from

@@ -203,7 +203,7 @@ def check_ends(ends: dict[str, list[dict[str, Any]]]) -> None:
     ids=["FSDP2", "loaders", "DDP"],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(names: list[str], tmp_path: Path) -> None:
-    ends = run_distributed(uninterrupted_and_resumed, 2, str(tmp_path), names, timeout=100)
+    ends = run_distributed(uninterrupted_and_resumed, 2, str(tmp_path), names)
     for of_rank in ends:
         check_ends(of_rank)
     assert ends[0][names[0]][0]["seen"] != ends[1][names[0]][0]["seen"]
@@ -240,7 +240,7 @@ def test_what_is_restored_matters(tmp_path: Path) -> None:
 def test_two_gpus(tmp_path: Path) -> None:
     names = ["sharded", "physical batches", "shuffled", "DDP"]
     for of_rank in run_distributed(
-        uninterrupted_and_resumed, 2, str(tmp_path), names, timeout=120, backend="nccl"
+        uninterrupted_and_resumed, 2, str(tmp_path), names, backend="nccl"
     ):
         check_ends(of_rank)
 
@@ -337,7 +337,7 @@ def test_resharded_runs_keep_epsilon_and_repeat_nothing(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     whole = run_distributed(leg, 2, str(tmp_path / "whole"), None, 1)[0][0]
     legs = [
-        run_distributed(leg, world, folder, stop, copies, timeout=90)
+        run_distributed(leg, world, folder, stop, copies)
         for world, stop, copies in ((2, 3, 1), (4, 6, 2), (2, 8, 1), (1, None, 1))
     ]
     for before, after in itertools.pairwise(legs):

@@ -62,7 +62,7 @@ def train(rank: int, mode: str, deferred: bool, clear: str) -> list[list[Tensor]
 
 @functools.cache
 def results_of(backend: str = "gloo") -> list[Any]:
-    return run_distributed(gradients, 2, CASES, timeout=120, backend=backend)
+    return run_distributed(gradients, 2, CASES, backend=backend)
 
 
 def check(case: tuple[str, bool, str], ranks: list[Any]) -> None:

@@ -127,4 +127,4 @@ def compare(rank: int, world_size: int, ways: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compiled_blocks_under_fsdp2(world_size: int) -> None:
-    run_distributed(compare, world_size, list(WAYS), timeout=240)
+    run_distributed(compare, world_size, list(WAYS))

@@ -67,7 +67,7 @@ def test_ranks_end_like_the_float64_reference(
         want[name] = reference(run, run.seen)
         weights = zip(want[name], model().parameters(), strict=True)
         assert min(float((a - b.detach()).abs().max()) for a, b in weights) > 0.01
-    for found in run_distributed(weights_of_rank, world_size, cases, timeout=120):
+    for found in run_distributed(weights_of_rank, world_size, cases):
         assert len(found) == 2 * len(cases)
         for case, got in found.items():
             torch.testing.assert_close(

@@ -178,9 +178,7 @@ def results_of(
         _, norms = oracle(case.name, *PROBLEMS[case.name].batch(B), 1.0)
         pairs.append((case, norms.median().item()))
     # Two interpreters of their own show an order that differs; more of them cost seconds each.
-    ranks = run_distributed(
-        run_cases, world_size, pairs, timeout=240, backend=backend, fresh=world_size == 2
-    )
+    ranks = run_distributed(run_cases, world_size, pairs, backend=backend, fresh=world_size == 2)
     return {case: (clip, [rank[i] for rank in ranks]) for i, (case, clip) in enumerate(pairs)}
 
 

@@ -203,7 +203,7 @@ def _grads(net: nn.Module) -> dict[str, Tensor]:
 
 @functools.cache
 def results_of(backend: str = "gloo") -> list[dict[Any, Any]]:
-    return run_distributed(run_all, 2, timeout=120, backend=backend, fresh=True)
+    return run_distributed(run_all, 2, backend=backend, fresh=True)
 
 
 @functools.cache

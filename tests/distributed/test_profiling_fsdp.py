@@ -107,7 +107,7 @@ def job(rank: int, world_size: int) -> dict[Any, Any]:
 
 @functools.cache
 def results(backend: str = "gloo") -> list[dict[Any, Any]]:
-    return run_distributed(job, WORLD, timeout=120, backend=backend)
+    return run_distributed(job, WORLD, backend=backend)
 
 
 def phases_in(text: str, rank: int) -> list[str]:

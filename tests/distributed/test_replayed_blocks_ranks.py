@@ -36,7 +36,7 @@ def job(rank: int, world: int, clip: float, other_clip: float) -> tuple[list[Any
 
 def test_every_mixture_is_exact_on_ranks() -> None:
     clip, want = one.expected(one.build())
-    found = run_distributed(job, 2, clip, reduced_once.expected(2)[0], timeout=150)
+    found = run_distributed(job, 2, clip, reduced_once.expected(2)[0])
     reduced_once.check([physical for _, physical in found], 2)
     for rank, (results, _) in enumerate(found):
         for case, (grads, replayed) in zip(CASES, results, strict=True):
@@ -49,4 +49,4 @@ def test_every_mixture_is_exact_on_ranks() -> None:
 
 def test_sums_of_physical_batches_are_reduced_once_on_four_ranks() -> None:
     clip, _ = reduced_once.expected(4)
-    reduced_once.check(run_distributed(reduced_once.job, 4, clip, timeout=150), 4)
+    reduced_once.check(run_distributed(reduced_once.job, 4, clip), 4)

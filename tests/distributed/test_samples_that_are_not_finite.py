@@ -182,7 +182,7 @@ def check_ranks(modes: list[str], options: list[dict[str, Any]]) -> None:
         for option in options
         for kind in KINDS
     ]
-    for of_rank in run_distributed(every_kind, 2, modes, options, timeout=150):
+    for of_rank in run_distributed(every_kind, 2, modes, options):
         for got, one in zip(of_rank, want, strict=True):
             assert_released(got, one)
 

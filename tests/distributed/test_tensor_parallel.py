@@ -86,5 +86,5 @@ def test_norms_and_gradients_equal_oracle_and_noise_agrees() -> None:
     for a, b in zip(first["grads"][0], second["grads"][0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)  # one logical gradient on all ranks
     weight = first["grads"][0][2] - want[2]
-    assert 0.5 * clip < weight.std() < 1.5 * clip
+    assert 0.4 * clip < weight.std() < 2 * clip  # 48 numbers
     assert not torch.allclose(weight[:4], weight[4:])  # shards draw different noise

@@ -113,7 +113,7 @@ def run(folder: Path, *command: str, tries: int = 5) -> str:
         env={**os.environ, "PYTHONPATH": path, **QUIET},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     if done.returncode and ABORTED in done.stderr and tries > 1:
         return run(folder, *command, tries=tries - 1)

@@ -283,7 +283,7 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, list[Tensor]]:
 
 
 def test_ranks_resume(tmp_path: Path) -> None:
-    for of_rank in run_distributed(resumed, 2, str(tmp_path), timeout=100):
+    for of_rank in run_distributed(resumed, 2, str(tmp_path)):
         for first, rest, again, end, same_end in of_rank.values():
             torch.testing.assert_close(again, rest)
             torch.testing.assert_close(same_end, end)

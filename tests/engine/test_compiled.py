@@ -396,7 +396,7 @@ def test_torch_compile_imported_after_the_model_was_made_private() -> None:
         "    [torch.testing.assert_close(g, w) for g, w in zip(grads(compiled), want)]\n"
         "assert not torch._dynamo.config.skip_nnmodule_hook_guards; print('equal')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "equal", done.stderr
 
 

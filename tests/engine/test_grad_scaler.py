@@ -388,13 +388,13 @@ def check_ranks(results: list[Any]) -> None:
 
 
 def test_two_ranks() -> None:
-    check_ranks(run_distributed(all_rank_runs, 2, timeout=120))
+    check_ranks(run_distributed(all_rank_runs, 2))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus() -> None:
-    check_ranks(run_distributed(all_rank_runs, 2, timeout=120, backend="nccl"))
+    check_ranks(run_distributed(all_rank_runs, 2, backend="nccl"))
 
 
 @pytest.mark.gpu

@@ -127,6 +127,7 @@ def test_per_layer_clipping_equals_oracle(mode: str) -> None:
     assert out[1].max_grad_norm == pytest.approx(torch.tensor(limits).norm().item())
 
 
+@pytest.mark.usefixtures("reproducible")  # the count is noisy: else C ends elsewhere at times
 def test_adaptive_ghost_clipping_clips_every_sample() -> None:
     inputs, targets = PROBLEMS["mlp"].batch(40)
     model = build("mlp")

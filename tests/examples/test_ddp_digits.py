@@ -31,7 +31,7 @@ def torchrun(*options: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python()},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

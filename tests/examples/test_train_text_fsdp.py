@@ -284,7 +284,7 @@ def scores(rank, world_size):
 
 @pytest.mark.slow
 def test_two_processes(data, tmp_path, capsys):
-    for alone, together in run_distributed(many_runs, 2, data, tmp_path, timeout=150):
+    for alone, together in run_distributed(many_runs, 2, data, tmp_path):
         assert alone == together
         assert 0 < alone < 1
     assert_equal_weights(tmp_path / "immediate", tmp_path / "deferred")

@@ -32,7 +32,7 @@ def run_script(
     ranks: int = 0,
     path: Sequence[Path] = (),
     strict: bool = False,
-    timeout: float = 120,
+    timeout: float = 300,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """The script's end.

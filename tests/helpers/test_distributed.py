@@ -26,7 +26,7 @@ def test_a_rank_that_aborts_while_it_ends_has_done_its_work() -> None:
 
 def test_a_rank_that_aborts_before_is_a_failure() -> None:
     with pytest.raises(DistributedTestError, match="rank 1 died with exit code -6"):
-        run_distributed(aborts, 2, "before its work is done", timeout=20)
+        run_distributed(aborts, 2, "before its work is done")
 
 
 OF_THE_CALLER = "not changed"

@@ -128,24 +128,24 @@ def test_clipped_sums_of_texts_of_any_length(tmp_path: Path, mode: str) -> None:
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3, grad_sample_mode=mode)
     data = Texts(lengths=(3, 9, 5, 2))
     trainer = trained(
-        Watched, llama(), tmp_path, data, privacy, max_steps=14, per_device_train_batch_size=1,
+        Watched, llama(), tmp_path, data, privacy, max_steps=20, per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
     )  # fmt: skip
     norms = check_steps(trainer, llama(), 0.3)
     assert min(norms) > 0.3  # all clipped
     sizes = [batch.size for batch, _ in trainer.seen]
     assert len(set(sizes)) > 1 and max(sizes) > 1
-    assert len(trainer.privacy_engine.accountant) == 14
+    assert len(trainer.privacy_engine.accountant) == 20
 
 
 def test_a_size_of_ones_own_and_room_for_larger_draws(tmp_path: Path) -> None:
     """The noise multiplier counts on the rate, the update divides by the size, C is passed."""
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3, expected_batch_size=3)
     trainer = trained(
-        Watched, llama(), tmp_path, Texts(), privacy, max_steps=8, per_device_train_batch_size=12
+        Watched, llama(), tmp_path, Texts(), privacy, max_steps=16, per_device_train_batch_size=12
     )
     assert min(check_steps(trainer, llama(), 0.3)) > 0.3
-    assert trainer.privacy_engine.accountant.history == [(0.0, 3 / 12, 8)]
+    assert trainer.privacy_engine.accountant.history == [(0.0, 3 / 12, 16)]
     assert all(len(batch.chunks) == 1 for batch, _ in trainer.seen)  # 12 have room
     assert len({batch.size for batch, _ in trainer.seen}) > 1
     assert trainer.guarantee().expected_batch == 3
@@ -166,7 +166,7 @@ def test_a_step_without_examples_releases_noise_alone(tmp_path: Path, mode: str)
     before, after = weights(llama()), weights(noisy.model)
     moved = torch.cat([(after[n] - before[n]).flatten() for n in before])
     std = 0.5 * 2.0 * 0.3 / 4 * 2**0.5  # rate, sigma, C, expected batch, two steps
-    assert float(moved.std()) == pytest.approx(std, rel=0.05)
+    assert float(moved.std()) == pytest.approx(std, rel=0.08)  # 5168 numbers
 
 
 def test_classification_against_the_oracle(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 
 
 def run(
-    script: Path, *arguments: object, timeout: float = 120, python: str | None = None, **env: str
+    script: Path, *arguments: object, timeout: float = 300, python: str | None = None, **env: str
 ):
     """The finished process, with its output as text.
 
@@ -39,7 +39,7 @@ def run(
     )
 
 
-def forked(script: Path, *arguments: object, ranks: int = 0, timeout: float = 120, **env: str):
+def forked(script: Path, *arguments: object, ranks: int = 0, timeout: float = 300, **env: str):
     """The same in a forked process; with `ranks`, in those that the script would have started."""
     return run_script(
         script,

@@ -46,9 +46,10 @@ def test_one_experiment_gives_all_that_was_promised(tmp_path):
         "step",
     ):
         assert phases[name] > 0, name
-    # Each process' phases add up to its step; the table has the largest of each.
+    # Each process' phases add up to its step; the table has the largest of each, which of two
+    # processes that are interrupted by turns add up to two steps.
     stacked = sum(v for k, v in phases.items() if k != "reduction")
-    assert 0.8 * result["min_time_ms"] < stacked < 1.7 * result["max_time_ms"]
+    assert 0.8 * result["min_time_ms"] < stacked < 2.1 * result["max_time_ms"]
     assert phases["reduction"] > 0 and result["collectives_ms"]["all_gather"] > 0
     memory = result["memory_mb"]
     assert all(memory[k] > 0 for k in ("parameters", "gradients", "activations", "norm_cache"))
@@ -70,7 +71,7 @@ def test_an_unknown_mode_leaves_the_earlier_result(tmp_path):
 @pytest.mark.slow
 def test_a_hang_and_an_oom_are_recorded_and_the_rest_is_run(tmp_path):
     env = {"MODEL": "tiny", "LENGTHS": "16", "MODES": "hooks ghost no_dp_single", "DEFERRED": "0",
-           "OUT": str(tmp_path), "EXTRA": "--device cpu", "TIMEOUT": "20", "NUM_ITER": "1",
+           "OUT": str(tmp_path), "EXTRA": "--device cpu", "TIMEOUT": "45", "NUM_ITER": "1",
            "WARMUP_ITER": "1"}  # fmt: skip
     done = run(ALL, **env, MEMORY_TEST_PLANT="oom:hooks,hang:ghost")
     assert done.returncode == 1 and "1 measured, 2 failed" in done.stdout, done.stdout
@@ -104,7 +105,7 @@ def test_a_finished_series_runs_nothing(tmp_path):
         "DEFERRED": "0",
         "OUT": str(tmp_path),
     }
-    done = run(ALL, **env, RETRY="0", python="false", timeout=10)
+    done = run(ALL, **env, RETRY="0", python="false")
     assert done.returncode == 1
     assert "1 measured, 1 failed: ghost_T16_B1" in done.stdout
 
@@ -182,7 +183,7 @@ def test_under_torchrun(tmp_path):
     command = [sys.executable, *shlex.split(words), *map(str, TINY), "--output", str(output)]
     env = {**os.environ, "PYTHON_EXEC": warm_python()}  # of the ranks
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=env
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(output.read_text())["num_processes"] == 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
@@ -29,15 +29,14 @@ def test_all_processes_run_with_their_ranks(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-def test_a_hang_is_a_timeout_and_leaves_no_process(tmp_path):
-    mark = tmp_path / "late"
-    code = f"time.sleep(3); open({str(mark)!r}, 'w')"
-    start = time.monotonic()
-    failure = run_processes(python(code), 2, timeout=0.5)
+def test_a_hang_is_a_timeout_and_leaves_no_process(monkeypatch):
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kw: started.append(start(*args, **kw)) or started[-1]
+    )
+    failure = run_processes(python("time.sleep(600)"), 2, timeout=0.5)
     assert failure is not None and failure.kind == "timeout" and failure.exit_code == 124
-    assert time.monotonic() - start < 2.5
-    time.sleep(3)
-    assert not mark.exists()
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_a_killed_process_is_reported_as_out_of_memory():
@@ -60,12 +59,10 @@ def test_the_cause_is_reported_rather_than_its_consequences():
 
 def test_a_failed_process_ends_the_others_that_wait_for_it(monkeypatch):
     monkeypatch.setattr("memory_test.common.launch.GRACE_SECONDS", 0.3)
-    start = time.monotonic()
     failure = run_processes(
-        python("sys.exit(7) if os.environ['RANK'] == '0' else time.sleep(60)"), 2
+        python("sys.exit(7) if os.environ['RANK'] == '0' else time.sleep(600)"), 2
     )
     assert failure is not None and failure.kind == "error" and "exit status 7" in failure.error
-    assert time.monotonic() - start < 10
 
 
 def test_a_missing_gpu_is_a_usage_error(monkeypatch):
@@ -127,7 +124,7 @@ def test_no_script_is_taken_for_a_package_that_transformers_looks_for():
         f"transformers.LlamaConfig, transformers.LlamaForCausalLM; found = set(sys.modules); "
         f"print('taken:', sorted(found & {names}), 'in', len(found))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "taken: [] in" in done.stdout, done.stdout + done.stderr
 
 

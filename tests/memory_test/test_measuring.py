@@ -18,18 +18,12 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 CPU = torch.device("cpu")
 
 
-def test_a_phase_does_not_count_what_lies_in_it():
-    clock = PhaseClock(CPU)
-    start = time.perf_counter()
-    with clock.phase("outer"):
-        time.sleep(0.02)
-        with clock.phase("inner"):
-            time.sleep(0.03)
-        time.sleep(0.01)
-    whole = (time.perf_counter() - start) * 1e3
-    found = clock.take()
-    assert found["outer"] >= 29 and found["inner"] >= 29
-    assert sum(found.values()) == pytest.approx(whole, abs=2)
+def test_a_phase_does_not_count_what_lies_in_it(monkeypatch):
+    clock, seconds = PhaseClock(CPU), iter([1.0, 3.0, 6.0, 7.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    with clock.phase("outer"), clock.phase("inner"):
+        pass
+    assert clock.take() == {"outer": 3000.0, "inner": 3000.0}
     assert clock.take() == {}
 
 

@@ -297,7 +297,7 @@ def test_the_readme_names_every_option(capsys):
 def test_the_whole_test_mode_takes_less_than_a_minute(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     options = ("--mode=test", "--output-dir", tmp_path / "runs")
-    done = run(SCRIPT, *options, timeout=280, python=sys.executable)
+    done = run(SCRIPT, *options, timeout=550, python=sys.executable)
     assert done.returncode == 0, done.stderr
     assert len(find_traces(tmp_path / "runs")) == 12
     for name in TRAINERS:

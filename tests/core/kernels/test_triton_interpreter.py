@@ -32,7 +32,7 @@ def test_kernels_in_the_interpreter() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -28,7 +28,7 @@ print(sorted(faults[4:])[4])
 
 def faults(how: str) -> int:
     run = subprocess.run(
-        [sys.executable, "-c", STEPS, how], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", STEPS, how], capture_output=True, text=True, timeout=300, check=True
     )
     return int(run.stdout)
 

@@ -68,7 +68,8 @@ def test_steps_names_purposes_and_keys_are_independent(secure: bool) -> None:
     drawn += [noise(key, secure=secure, purpose=purpose) for purpose in (COUNT, APART)]
     drawn += [noise(other, secure=secure) for other in (seeded(4), RunKey(), RunKey())]
     for a, b in itertools.combinations(drawn, 2):
-        assert closest(a, b) < 7 / math.sqrt(COUNT_OF_NUMBERS)
+        # Two keys are the operating system's: one of 5e8 runs has a pair that is as close.
+        assert closest(a, b) < 8 / math.sqrt(COUNT_OF_NUMBERS)
 
 
 def test_a_counter_that_stands_still_is_found() -> None:
@@ -190,7 +191,7 @@ def test_names_of_wrapped_models_are_those_of_the_model() -> None:
 def test_secure_noise_lies_on_a_grid() -> None:
     z = gaussian(3.0, torch.zeros(1000), secure_mode=True)
     steps = (z / grid_of(3.0)).double()
-    assert torch.equal(steps, steps.round()) and len(steps.unique()) > 990
+    assert torch.equal(steps, steps.round()) and len(steps.unique()) > 980  # 1.4 meet
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

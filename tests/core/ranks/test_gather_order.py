@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -113,14 +112,12 @@ def later_step(rank: int, world_size: int) -> None:
 
 
 def test_a_later_pass_names_rank_and_unit_everywhere() -> None:
-    began = time.time()
     with pytest.raises(DistributedTestError) as caught:
         run_distributed(later_step, 2)
     first, second = str(caught.value).split("rank 1 raised:")
     for said in (first, second):
         assert "rank 1 at 'the end of the model'; rank 0 did not come there within 1 s" in said
         assert "'expert' comes next there" in said
-    assert time.time() - began < 50  # it did not hang
 
 
 def together(rank: int, world_size: int) -> list[list[int]]:

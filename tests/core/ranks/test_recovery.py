@@ -172,7 +172,7 @@ def _no_room(*args: Any) -> None:
 
 
 def test_the_next_step_is_as_usual() -> None:
-    for cases in run_distributed(every_case, 2, timeout=100):
+    for cases in run_distributed(every_case, 2):
         for ends in cases:
             check(ends)
 
@@ -180,7 +180,7 @@ def test_the_next_step_is_as_usual() -> None:
 @pytest.mark.gpu
 @two_gpus
 def test_the_next_step_is_as_usual_on_gpus() -> None:
-    for cases in run_distributed(every_case, 2, timeout=100, backend="nccl"):
+    for cases in run_distributed(every_case, 2, backend="nccl"):
         for ends in cases:
             check(ends)
 

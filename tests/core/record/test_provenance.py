@@ -16,6 +16,9 @@ from opacus import PrivacyEngine
 from opacus.core.record import whose
 from tests.helpers.modes import assert_close
 
+# It is said once a process, so any of these tests may be the first to hear it.
+pytestmark = pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
+
 T = 4  # tokens, and samples of the ambiguous batch
 C = 0.5
 
@@ -151,7 +154,6 @@ def test_indices_computed_row_by_row_are_taken(rule: Rule, mode: str) -> None:
     assert torch.overrides._len_torch_function_stack() == 0
 
 
-@pytest.mark.filterwarnings("ignore:OPACUS_ISOLATION_CHECK=0")
 @pytest.mark.parametrize("rule", SHARED)
 def test_indices_that_samples_share(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     if rule is relative:  # has a gradient for each sample

@@ -52,7 +52,7 @@ def has_gluon() -> bool:
 def test_kernels_compile(kernel: str, count: int) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPILE, kernel],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     codes = run.stdout.split("// next")[:-1]
