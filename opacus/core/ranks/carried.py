@@ -59,6 +59,7 @@ from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
+from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -232,6 +233,23 @@ class Carried:
         """Whether any of these layers has no record in the pass that runs now."""
         return any(not layers.isdisjoint(found.names) for found in self._now.values())
 
+    def check_again(self, spec: LayerSpec, forward_pass: ForwardPass) -> None:
+        """A checkpoint runs a layer of a compiled graph again, which is about to get a record.
+
+        Raises:
+            RuntimeError: It had carriers in this forward pass, so that its graph was another one.
+        """
+        again = [unit for unit, _, _ in self._entered]
+        carried = self._passes.get(forward_pass, {}).items()
+        if any(spec.name in own.names for unit, own in carried if unit not in again):
+            self.forget()
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, which was not there in "
+                "earlier steps and whose compiled graph was made without it: switch activation "
+                "checkpointing on before the first step. Nothing of this batch was added to the "
+                "model; the next step is made for the checkpoint"
+            )
+
     # --- around each unit ---
 
     def _enter(self, unit: nn.Module, args: Any = ()) -> None:
@@ -255,8 +273,7 @@ class Carried:
         own_weights(owned, cast)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
-        if unit._compiled_call_impl is not None:
-            carrying.layers[0].hooks.recorder.reached.note(one)
+        carrying.layers[0].hooks.recorder.reached.note(one)
         self._entered.append((unit, carrying, owned))
 
     def _run_again(self, unit: nn.Module) -> None:

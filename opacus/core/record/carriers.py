@@ -84,6 +84,9 @@ class Carries(Protocol):
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
         """Whether any of these layers has no record in the pass that runs now."""
 
+    def check_again(self, spec: LayerSpec, forward_pass: ForwardPass) -> None:
+        """A checkpoint runs a layer of a compiled graph again, which is about to get a record."""
+
 
 def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:
     """Whether a layer turned one tensor with a row for each sample into another one.

@@ -192,6 +192,8 @@ class LayerHooks:
         if forward_pass.named is not None:
             use.units = forward_pass.named.of_layer(spec, None, output, dim)
         if recomputed:
+            if taps.carried is not None:
+                taps.carried.check_again(spec, forward_pass)
             forward_pass.generation.recomputed.add(spec.name)
             if taps.lone is not None and not taps.lone.again_in_graphs:
                 taps.lone.rule_out("a checkpoint runs compiled parts again")
