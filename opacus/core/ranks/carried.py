@@ -22,6 +22,9 @@ Note [Carriers]
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
     tapped as ever.
 
+    One process uses this too, with the model as the only unit. It is among the ranks' files as its
+    place is where FSDP2 gathers: the parameters of a unit are there just before it runs.
+
     A checkpoint around a compiled unit runs its graph again, which has carriers as inputs: the unit
     then gets some that nothing comes back through. Autograd uses only what that graph saves.
     Other layers that a checkpoint runs again have records.
