@@ -25,8 +25,8 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.carried import Carried
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample, lone_sample_from_environment
 from opacus.core.record.record import Record
-from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
 from opacus.core.sums.summed import Summed
@@ -275,7 +275,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         recorder = self._recorder
         if self._guards.sharded():
             return None
-        return LoneSample(recorder.layers, strategy.receive_whole, recorder.layer_handles)
+        return LoneSample(recorder.layers, strategy.receive_lone, recorder.layer_handles)
 
     def _receive(self, record: Record) -> None:
         if self.hooks_enabled:

@@ -35,8 +35,8 @@ from opacus.core.ranks.shards import can_reduce
 from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample
 from opacus.core.record.record import Record
-from opacus.core.record.whole import LoneSample
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, Phase
@@ -150,7 +150,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        tapped = recorder.active(module) or recorder.bare
+        tapped = recorder.active(module) or recorder.lone_runs
         if tapped and not (recorder.in_backward or recorder.probed):
             self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
 
@@ -160,7 +160,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         if shared or not isinstance(strategy, OnePass):
             return None
         return LoneSampleOfUnits(
-            self._module, self._recorder, strategy.receive_whole, strategy.limits
+            self._module, self._recorder, strategy.receive_lone, strategy.limits
         )
 
     def _carried(self, strategy: Ghost) -> Carries | None:

@@ -48,6 +48,7 @@ from opacus.core.ranks.carrier_nodes import Target, UnitNode, Unused
 from opacus.core.ranks.lone_units import UseOfUnits
 from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
+from opacus.core.record.lone import PassSink
 from opacus.core.record.own_weights import (
     Owned,
     can_own,
@@ -60,7 +61,6 @@ from opacus.core.record.own_weights import (
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
@@ -132,7 +132,7 @@ class Carried:
         self,
         units: Mapping[nn.Module, AbstractSet[str]],
         recorder: Recorder,
-        sink: WholeSink,
+        sink: PassSink,
         limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits

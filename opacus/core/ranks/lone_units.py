@@ -1,6 +1,6 @@
 """Batches of one sample under FSDP2, whose parameters come and go with their units.
 
-As in :mod:`opacus.core.record.whole`, the parameters of a model that runs on a single sample are
+As in :mod:`opacus.core.record.lone`, the parameters of a model that runs on a single sample are
 replaced by aliases, and what autograd forms for these is the sample's gradient. Here each unit
 has a node of its own: its parameters are gathered just before it runs. FSDP2 sees no gradient, as
 its parameters take no part, and reduces nothing: the sum is reduced once it is clipped.
@@ -25,19 +25,19 @@ from opacus.core.platform.torch_internals import (
     take_off,
 )
 from opacus.core.record.layers import is_alias
-from opacus.core.record.passes import ForwardPass
-from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import (
+from opacus.core.record.lone import (
     LoneSample,
     Name,
+    PassSink,
+    PassUse,
     Place,
-    WholeSink,
-    WholeUse,
     names_of,
     put_aliases,
     put_originals,
     trainable,
 )
+from opacus.core.record.passes import ForwardPass
+from opacus.core.record.recorder import Recorder
 from opacus.core.sums.limits import Limits
 
 
@@ -54,12 +54,12 @@ class LoneSampleOfUnits(LoneSample):
     again_in_graphs: ClassVar[bool] = True  # their units enter again, too
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, sink: WholeSink, limits: Limits
+        self, model: nn.Module, recorder: Recorder, sink: PassSink, limits: Limits
     ) -> None:
         super().__init__(recorder.layers, sink, recorder.layer_handles)
         self._limits = limits
         self._recorder = weakref.ref(recorder)
-        self._use: WholeUse | None = None
+        self._use: PassUse | None = None
         self._entered: list[tuple[nn.Module, list[Place], TakenOff]] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[Name]] = weakref.WeakKeyDictionary()
         # Known once the first of them runs: what is off duty does not change any more.
@@ -111,7 +111,7 @@ class LoneSampleOfUnits(LoneSample):
             self._off_units[unit] = [h for layer, h in self._off_duty if id(layer) in here]
         return self._off_units[unit]
 
-    def _run_again(self) -> WholeUse | None:
+    def _run_again(self) -> PassUse | None:
         """The pass whose unit a checkpoint runs again: it meets aliases, as in the forward pass.
 
         Else a compiled unit would run another graph there, which saves other tensors.
@@ -119,7 +119,7 @@ class LoneSampleOfUnits(LoneSample):
         if not self.alive or number_of_backward() < 0:
             return None
         recorder = self._recorder()
-        ours = recorder is not None and self.waits_alone(recorder.passes.generation.waiting)
+        ours = recorder is not None and self.all_lone(recorder.passes.generation.waiting)
         return next(iter(self.alive)) if ours else None
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
@@ -138,12 +138,12 @@ class LoneSampleOfUnits(LoneSample):
         return {**state, "_recorder": None, "ruled_out": "the model is a copy"}
 
 
-class UseOfUnits(WholeUse):
+class UseOfUnits(PassUse):
     """One forward pass: the gradients of its units are handed on together."""
 
     __slots__ = ("_grads",)
 
-    def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
+    def __init__(self, forward_pass: ForwardPass, sink: PassSink) -> None:
         super().__init__(forward_pass, sink)
         self._grads: dict[int, dict[str, Tensor]] = {}  # by the number of the backward pass
 

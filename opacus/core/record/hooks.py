@@ -157,12 +157,12 @@ class LayerHooks:
     def _note_rows(self, output: Any) -> None:
         """The layer ran without a tap; in the forward pass of a lone sample its rows count."""
         taps, layer = self.recorder, self.layer
-        hidden = taps.enabled and layer.module.training and not (taps.in_backward or taps.bare)
+        hidden = taps.enabled and layer.module.training and not (taps.in_backward or taps.lone_runs)
         if hidden and not torch.is_grad_enabled():
             dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
             taps.whose.note_hidden(layer, output, taps.batch_dim(layer, dims))
         current = taps.passes.current
-        if current is None or not taps.bare or not layer.trainable_now().params:
+        if current is None or not taps.lone_runs or not layer.trainable_now().params:
             return
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
