@@ -263,10 +263,10 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """What lets layers do without records; ``None`` where each keeps its record."""
         if strategy.deferred or not isinstance(strategy, OnePass):
             return None
-        units = self._carrying_units()
-        return Carried(units, self._recorder, strategy.receive_formed, strategy.limits)
+        parts = self._carrying_parts()
+        return Carried(parts, self._recorder, strategy.receive_formed, strategy.limits)
 
-    def _carrying_units(self) -> Mapping[nn.Module, AbstractSet[str]]:
+    def _carrying_parts(self) -> Mapping[nn.Module, AbstractSet[str]]:
         """The modules through one node of which gradients come, and the parameters of each."""
         return {self._module: {name for name, _ in self._module.named_parameters()}}
 

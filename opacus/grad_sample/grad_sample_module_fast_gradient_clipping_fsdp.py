@@ -25,7 +25,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.gather_order import GatherOrder
-from opacus.core.ranks.lone_units import LoneSampleOfUnits
+from opacus.core.ranks.lone_parts import LoneSampleOfParts
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
@@ -159,7 +159,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         shared = self.data_layout == "replicated" or tensor_parallel_names(self._module)
         if shared or not isinstance(strategy, OnePass):
             return None
-        return LoneSampleOfUnits(
+        return LoneSampleOfParts(
             self._module, self._recorder, strategy.receive_lone, strategy.limits
         )
 
@@ -167,7 +167,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         """See there; replicated data are shared out by layers."""
         return None if self.data_layout == "replicated" else super()._carried(strategy)
 
-    def _carrying_units(self) -> dict[nn.Module, set[str]]:
+    def _carrying_parts(self) -> dict[nn.Module, set[str]]:
         return gathered_by(self._module)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

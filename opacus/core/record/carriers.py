@@ -57,7 +57,7 @@ class HasCarriers(Protocol):
 
 
 class Carries(Protocol):
-    """What lets units carry their gradients.
+    """What lets parts of the model carry their gradients.
 
     Attributes:
         choices: What was decided for the layers that the latest pass has carried.
