@@ -28,7 +28,7 @@ from opacus.core.privacy.key import reproducible_from_environment
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
-from opacus.core.record.whole import lone_sample_from_environment
+from opacus.core.record.lone import lone_sample_from_environment
 from opacus.core.step.auto import ChosenMode, chosen_for
 from opacus.core.step.modes import AUTO, MODES, mode_of
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _OwnDDP

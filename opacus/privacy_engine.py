@@ -17,6 +17,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.sampling import Sampling
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
+from opacus.core.privacy.params import plain_norms
 from opacus.core.ranks.parallelism import Single
 from opacus.data.rates import (
     matching_sample_rate,
@@ -103,7 +104,7 @@ class PrivacyEngine(EngineSteps):
             data_loader: Loader of the private data set.
             noise_multiplier: Standard deviation of the noise in units of ``max_grad_norm``.
             max_grad_norm: Clipping norm C of per-sample gradients; with ``clipping="per_layer"``
-                one for each trainable parameter.
+                one for each trainable parameter, in a list, array or tensor.
             batch_first: Whether activations have the batch in dimension 0.
             loss_reduction: ``"mean"`` or ``"sum"``, how the criterion reduces over samples.
             poisson_sampling: Draw each sample independently, as the accountants assume.
@@ -166,7 +167,7 @@ class PrivacyEngine(EngineSteps):
                 criterion=criterion,
                 data_loader=data_loader,
                 noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
+                max_grad_norm=plain_norms(max_grad_norm),
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
                 poisson_sampling=poisson_sampling,

@@ -37,9 +37,11 @@ class IAccountant(abc.ABC):
         history: list of ``(noise_multiplier, sample_rate, steps)``; see
             `opacus.accountants.history`.
         counts_every_sampling: whether `get_epsilon` counts other sampling than plain Poisson.
+        counts_one_rate: whether all steps must have the same sample rate.
     """
 
     counts_every_sampling: ClassVar[bool] = False
+    counts_one_rate: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.history: list[Entry] = []

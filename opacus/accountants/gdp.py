@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 from opacus.accountants.accountant import IAccountant, reject_unknown_arguments
 from opacus.accountants.history import check_delta, check_noise_multiplier, check_sample_rate, merge
@@ -18,6 +18,8 @@ class GaussianAccountant(IAccountant):
     Warns:
         UserWarning: when created.
     """
+
+    counts_one_rate: ClassVar[bool] = True
 
     def __init__(self) -> None:
         warnings.warn(

@@ -94,9 +94,9 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
         optimizer.zero_grad()
         yield
     finally:
-        optimizer.reset_accumulation()
-        optimizer.zero_grad()
         optimizer._draws, optimizer._units_of_step, optimizer.reduce_once = draws, names, once
+        optimizer.reset_accumulation()  # what has been noted of units, too
+        optimizer.zero_grad()
 
 
 def _ranks(optimizer: Any) -> int:

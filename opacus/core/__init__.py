@@ -24,8 +24,8 @@ A step::
 
 ``rules`` and ``privacy`` stand beside each other: neither imports the other.
 
-Words with two meanings elsewhere: a *unit* is a unit of privacy, in ``ranks`` also a module that
-FSDP2 gathers at once ("unit of FSDP2"). A *shard* is a rank's part of a parameter; samples that
-differ between ranks are a data layout (``data_layout="sharded"``). How a step is spread over ranks
-is its *parallelism*.
+Words with two meanings elsewhere: a *unit* is a unit of privacy. A module that FSDP2 gathers at
+once is a *part* of the model, or by FSDP2's own name an "FSDP2 unit". A *shard* is what a rank has
+of a parameter; samples that differ between ranks are a data layout (``data_layout="sharded"``). How
+a step is spread over ranks is its *parallelism*.
 """

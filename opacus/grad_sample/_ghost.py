@@ -13,10 +13,12 @@ from opacus.core.platform.delegated import Delegated
 from opacus.core.privacy.clipping import clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
+from opacus.core.sums.planner import Planner
 from opacus.core.sums.rounding import Rounding
 from opacus.core.sums.strategy import Ghost
 from opacus.grad_sample._norms import Norms, OrdinaryNorms
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.grad_sample.gsm_base import ONLY_BK
 
 
 class GhostSettings(GradSampleHooks):
@@ -55,8 +57,7 @@ class GhostSettings(GradSampleHooks):
 
     @held_budget.setter
     def held_budget(self, value: int | None) -> None:
-        self._strategy.limits.held = _bytes("held_budget", value)
-        self._limited()
+        self._limit("held", "held_budget", value)
 
     @property
     def memory_budget(self) -> int | None:
@@ -76,8 +77,7 @@ class GhostSettings(GradSampleHooks):
         if value is not None and 0 < value <= 1:
             value = value * torch.cuda.get_device_properties("cuda").total_memory
         whole = None if value is None else int(value)
-        self._strategy.limits.peak = _bytes("memory_budget", whole)
-        self._limited()
+        self._limit("peak", "memory_budget", whole)
 
     @property
     def host_budget(self) -> int:
@@ -91,10 +91,7 @@ class GhostSettings(GradSampleHooks):
 
     @host_budget.setter
     def host_budget(self, value: int) -> None:
-        planner = self._strategy.planner
-        if planner is None:
-            raise ValueError("host_budget: only the _bk modes keep records, see docs/modes.md")
-        planner.host_budget = _bytes("host_budget", value) or 0
+        self._planner("host_budget").host_budget = _bytes("host_budget", value) or 0
 
     @property
     def stored_dtype(self) -> str | None:
@@ -111,14 +108,29 @@ class GhostSettings(GradSampleHooks):
     def stored_dtype(self, value: str | None) -> None:
         if value not in (None, "float8"):
             raise ValueError(f"stored_dtype must be 'float8' or None, got {value!r}")
-        planner = self._strategy.planner
-        if planner is None:
-            raise ValueError("stored_dtype: only the _bk modes store gradients, see docs/modes.md")
+        planner = self._planner("stored_dtype")
         planner.rounding = None if value is None else Rounding(_process())
+
+    def _limit(self, limit: str, name: str, value: int | None) -> None:
+        if value is not None:
+            self._planner(name)
+        setattr(self._strategy.limits, limit, _bytes(name, value))
+        self._limited()
 
     def _limited(self) -> None:
         self._strategy.limits.asked()
         self._strategy.limit_memory(self._module)
+
+    def _planner(self, name: str) -> Planner:
+        """What a setting of this name is for.
+
+        Raises:
+            ValueError: The mode keeps nothing.
+        """
+        planner = self._strategy.planner
+        if planner is None:
+            raise ValueError(f"{name}: {ONLY_BK}")
+        return planner
 
     @property
     def _deferred_norm_cache(self) -> list[Record]:

@@ -164,11 +164,11 @@ class OrdinaryNorms:
                 parameter: Any = record.layer.parameter(local)
                 parameter._norm_sample = known[owner].sqrt()
 
-    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+    def receive_lone(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample; see :meth:`receive`."""
         if self._recorder.enabled:
             ledger = self._ledger_of(forward_pass, list(grads), 1)
-            ledger.kept.add_whole(grads)
+            ledger.kept.add_lone(grads)
             self._norms.publish(ledger.known())
 
     def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:

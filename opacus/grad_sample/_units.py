@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +17,9 @@ from opacus.core.ranks.mesh import ranks_of
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
 from opacus.grad_sample._opacus_names import OpacusNames
+
+# In the place of a rank's units, which are no negative numbers, if it refuses its batch.
+_REFUSED = -1
 
 
 class NamedByUser(OpacusNames):
@@ -65,27 +71,42 @@ class NamedByUser(OpacusNames):
         trains = key is not None and recorder.active(self._module)
         if key is None or not (trains or gives_units(key, args, kwargs)):
             return args, kwargs  # in evaluation nobody's units matter
-        args, kwargs, names = take_units(key, args, kwargs)
         recorder.passes.name_units(None)
-        if trains:
-            named = named_units(key, names, tree_leaves((args, kwargs)))
-            if self.names is not None:
-                everyone = self._of_all_ranks(key, named.names)
-                named = replace(named, note=partial(self.names.note, everyone))
-            recorder.passes.name_units(named)
+        try:
+            args, kwargs, value = take_units(key, args, kwargs)
+            named = named_units(key, value, tree_leaves((args, kwargs))) if trains else None
+        except ValueError as error:
+            if trains and self.names is not None:
+                with suppress(RuntimeError):  # its own says more here
+                    self._of_all_ranks(key, torch.tensor([_REFUSED]), str(error))
+            raise
+        if named is not None and self.names is not None:
+            everyone = self._of_all_ranks(key, named.names)
+            named = replace(named, note=partial(self.names.note, everyone))
+        recorder.passes.name_units(named)
         return args, kwargs
 
-    def _of_all_ranks(self, key: str, names: Tensor) -> Tensor:
+    def _of_all_ranks(self, key: str, names: Tensor, refusal: str = "") -> Tensor:
         """The units whose rows any rank has, each once.
 
+        Args:
+            key: The argument that names them.
+            names: Those of this rank.
+            refusal: Why it has none, if it refuses its batch.
+
         Raises:
+            RuntimeError: On all ranks: one refuses its batch.
             ValueError: On all ranks: several have rows of a unit, of which each would clip its own
                 part.
         """
         if not self._ranks_differ:
             return names
-        everyone = ranks_of(self._module).gather_rows(names)
+        ranks = ranks_of(self._module)
+        everyone = ranks.gather_rows(names.long())  # all of one dtype
         units, counts = everyone.unique(return_counts=True)
+        if _REFUSED in units[:1]:
+            said = ranks.gather_text(refusal and f"rank {dist.get_rank()}: {refusal}\n")
+            raise RuntimeError(f"{key} was refused on another rank. {said.strip()}")
         if twice := units[counts > 1].tolist():
             raise ValueError(
                 f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "

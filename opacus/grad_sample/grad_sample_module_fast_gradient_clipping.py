@@ -25,8 +25,8 @@ from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.carried import Carried
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample, lone_sample_from_environment
 from opacus.core.record.record import Record
-from opacus.core.record.whole import LoneSample, lone_sample_from_environment
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost
 from opacus.core.sums.summed import Summed
@@ -263,10 +263,10 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         """What lets layers do without records; ``None`` where each keeps its record."""
         if strategy.deferred or not isinstance(strategy, OnePass):
             return None
-        units = self._carrying_units()
-        return Carried(units, self._recorder, strategy.receive_formed, strategy.limits)
+        parts = self._carrying_parts()
+        return Carried(parts, self._recorder, strategy.receive_formed, strategy.limits)
 
-    def _carrying_units(self) -> Mapping[nn.Module, AbstractSet[str]]:
+    def _carrying_parts(self) -> Mapping[nn.Module, AbstractSet[str]]:
         """The modules through one node of which gradients come, and the parameters of each."""
         return {self._module: {name for name, _ in self._module.named_parameters()}}
 
@@ -275,7 +275,7 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
         recorder = self._recorder
         if self._guards.sharded():
             return None
-        return LoneSample(recorder.layers, strategy.receive_whole, recorder.layer_handles)
+        return LoneSample(recorder.layers, strategy.receive_lone, recorder.layer_handles)
 
     def _receive(self, record: Record) -> None:
         if self.hooks_enabled:

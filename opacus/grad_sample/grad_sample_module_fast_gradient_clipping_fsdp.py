@@ -25,7 +25,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.ranks.data_check import DataCheck
 from opacus.core.ranks.data_layout import check_data_layout
 from opacus.core.ranks.gather_order import GatherOrder
-from opacus.core.ranks.lone_units import LoneSampleOfUnits
+from opacus.core.ranks.lone_parts import LoneSampleOfParts
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
@@ -35,8 +35,8 @@ from opacus.core.ranks.shards import can_reduce
 from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample
 from opacus.core.record.record import Record
-from opacus.core.record.whole import LoneSample
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.core.sums.one_pass import OnePass
 from opacus.core.sums.strategy import Ghost, Phase
@@ -150,7 +150,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        tapped = recorder.active(module) or recorder.bare
+        tapped = recorder.active(module) or recorder.lone_runs
         if tapped and not (recorder.in_backward or recorder.probed):
             self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
 
@@ -159,15 +159,15 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         shared = self.data_layout == "replicated" or tensor_parallel_names(self._module)
         if shared or not isinstance(strategy, OnePass):
             return None
-        return LoneSampleOfUnits(
-            self._module, self._recorder, strategy.receive_whole, strategy.limits
+        return LoneSampleOfParts(
+            self._module, self._recorder, strategy.receive_lone, strategy.limits
         )
 
     def _carried(self, strategy: Ghost) -> Carries | None:
         """See there; replicated data are shared out by layers."""
         return None if self.data_layout == "replicated" else super()._carried(strategy)
 
-    def _carrying_units(self) -> dict[nn.Module, set[str]]:
+    def _carrying_parts(self) -> dict[nn.Module, set[str]]:
         return gathered_by(self._module)
 
     def _layers(self, force_functorch: bool) -> list[Layer]:

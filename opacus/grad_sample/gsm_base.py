@@ -22,7 +22,32 @@ OPACUS_PARAM_MONKEYPATCH_ATTRS = [
     "_norm_sample",
 ]
 
+ONLY_BK = "only the _bk modes keep records or gradients for the sum, see docs/modes.md"
+
 logger = logging.getLogger(__name__)
+
+
+class OfOtherModes:
+    """A setting that this mode has no use for.
+
+    Args:
+        why: What a :class:`ValueError` says, unless it is set to ``None``.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: object | None, kind: type) -> Any:
+        if owner is None:
+            return self
+        raise AttributeError(f"{self._name}: {self._why}")
+
+    def __set__(self, owner: object, value: Any) -> None:
+        if value is not None:
+            raise ValueError(f"{self._name}: {self._why}")
 
 
 def say_what_is_unheld(names: Sequence[str]) -> None:
@@ -51,6 +76,12 @@ class AbstractGradSampleHooks(ABC):
     """
 
     _untapped: Sequence[tuple[str, nn.Parameter]] = ()
+
+    held_budget: Any = OfOtherModes(ONLY_BK)
+    memory_budget: Any = OfOtherModes(ONLY_BK)
+    host_budget: Any = OfOtherModes(ONLY_BK)
+    stored_dtype: Any = OfOtherModes(ONLY_BK)
+    deferred_norm_budget: Any = OfOtherModes("only ghost modes defer norms, see docs/modes.md")
 
     def __init__(
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"

@@ -128,6 +128,25 @@ class CountedOptimizer(WrappedOptimizer):
         """
         self._paid = self._record(self._counts(batches), batches)
 
+    def check_early(self, batches: int) -> None:
+        """Refuse a batch of which :meth:`pay_early` could not count the step.
+
+        Args:
+            batches: Number of batches that are in the step with it.
+
+        Raises:
+            ValueError: So many cannot be one step, or an accountant needs steps of one rate, which
+                grows with each batch.
+        """
+        for count in self._counts(batches):
+            if batches > 1 and getattr(count.accountant, "counts_one_rate", False):
+                raise ValueError(
+                    f"the accountant {count.accountant.mechanism()!r} needs steps of one sample "
+                    "rate, but adaptive clipping counts each batch of a step when C moves by it: "
+                    "call optimizer.step() after each batch (BatchMemoryManager splits those that "
+                    "are too large), or use the accountant 'prv' or 'rdp'"
+                )
+
     def give_up_step(self) -> None:
         """What was recorded early stays; the next step counts anew."""
         self._paid = None

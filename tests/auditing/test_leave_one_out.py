@@ -80,6 +80,27 @@ def test_a_true_run_passes_and_goes_on(mode: str) -> None:
     assert not torch.equal(before[0], next(run.model.parameters()))
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_units_of_an_audit_are_not_those_of_the_step_after_it(mode: str) -> None:
+    run = Run(mode, privacy_unit="users", poisson_sampling=False)
+
+    def step(batch: Any) -> None:
+        run.optimizer.zero_grad()
+        inputs, targets, users = batch
+        run.criterion(run.model(inputs, users=users), targets).backward()
+        run.optimizer.step()
+
+    batch = (*run.batch, torch.arange(B))
+    leave_one_out(step, run.optimizer, batch).raise_if_failed()
+    for part in (0, 1):  # physical batches of one step; before the first nothing is cleared
+        inputs, targets, users = (rows[3 * part : 3 * part + 3] for rows in batch)
+        run.optimizer.signal_skip_step(part == 0)
+        run.criterion(run.model(inputs, users=users), targets).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert len(run.engine.accountant) == 1
+
+
 @pytest.mark.parametrize("change", [torch.ones_like, lambda f: f.roll(1)], ids=["missing", "shift"])
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 def test_wrong_factors_are_found(

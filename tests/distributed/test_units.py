@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import progress, run_distributed
 from tests.helpers.units import (
     Net,
     assert_right,
@@ -84,3 +84,37 @@ def test_a_unit_on_two_ranks_is_refused() -> None:
     for at_once, apart in run_distributed(split_users, 2):
         assert "several ranks have rows of the units [0]" in at_once
         assert "several physical batches of one step have rows of the units [0]" in apart
+
+
+WRONG = {
+    "negative numbers other than -1": {"users": torch.tensor([3, -2])},
+    "has to be called with users=": {},
+    "got (2,) torch.float32": {"users": torch.tensor([3.0, 4.0])},
+    "no input of the model begins with that": {"users": torch.tensor([3, 4, 5], dtype=torch.int32)},
+}
+
+
+def refused_batches(rank: int, _: int, mode: str) -> tuple[list[str], list[Tensor]]:
+    """What is said of batches that rank 1 refuses, and the sum of the next one."""
+    said = []
+    made = private(FSDP2Wrapper(Net(flattened)), mode, 3, privacy_unit="users")
+    x, y = (t[PARTS[rank]] for t in inputs())
+    for wanted, wrong in WRONG.items():
+        progress(wanted)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            made[0](x, **(wrong if rank else {"users": torch.tensor([0, 1, 0])}))
+        said.append(f"{caught.type.__name__}: {caught.value}")
+    made[2](made[0](x, users=USERS[PARTS[rank]]), y).backward()
+    made[1].step()
+    return said, whole(made[1].params)
+
+
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
+def test_names_that_one_rank_refuses(mode: str) -> None:
+    """All ranks say so, and go on."""
+    (others, got), (own, _) = run_distributed(refused_batches, 2, mode, timeout=30)
+    for wanted, here, there in zip(WRONG, own, others, strict=True):
+        assert here.startswith("ValueError: ") and wanted in here
+        assert there.startswith("RuntimeError: users was refused on another rank. rank 1: ")
+        assert wanted in there
+    assert_right(got, clipped_sum(Net(flattened), *inputs(), OF_USERS))

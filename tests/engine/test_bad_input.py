@@ -91,6 +91,25 @@ def test_norms_before_the_first_backward_say_what_is_missing() -> None:
     assert "Nothing has been planned yet" in model.explain()
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "no_op", "ghost"])
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_settings_of_other_modes(mode: str, wrap_model: bool) -> None:
+    wraps = wrap_model or mode == "ew"
+    given = arguments(grad_sample_mode=mode, wrap_model=wraps)
+    model = PrivacyEngine().make_private(**given)[0]
+    wanted = {"held_budget": 1 << 20, "stored_dtype": "float8", "host_budget": 1}
+    said = "only the _bk modes keep"
+    if mode != "ghost":
+        wanted |= {"memory_budget": 0.5, "deferred_norm_budget": 1}
+        said += "|only ghost modes defer norms"
+    for name, value in wanted.items():
+        with pytest.raises(ValueError, match=f"{name}: ({said})"):
+            setattr(model, name, value)
+    for name in ("held_budget", "memory_budget", "deferred_norm_budget"):
+        setattr(model, name, None)
+        assert getattr(model, name, None) is None
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

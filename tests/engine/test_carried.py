@@ -14,6 +14,7 @@ import opacus.core.record.taps
 import opacus.core.sums.choice
 from tests.helpers import oracle
 from tests.helpers.carried import ROWS, STEPS, Case, batch, wanted
+from tests.helpers.graphs import fresh_graphs
 from tests.helpers.lone_sample import C, no_gradient
 
 ONE = functools.partial(Case, mode="ghost_bk")
@@ -79,6 +80,26 @@ def test_a_block_that_is_checkpointed_from_now_on(reentrant: bool) -> None:
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
     for step in range(4, 6):
         assert case.error(0, 1, step) < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["store", "keep"])
+def test_compiled_blocks_that_are_checkpointed_from_now_on(what: str, monkeypatch) -> None:
+    """Their graphs have carriers, which were not in another one: one step says so."""
+    if what == "keep":
+        monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 2)
+        monkeypatch.setattr(opacus.core.sums.choice, "STORE_PASSES", 10**9)
+    with fresh_graphs():
+        case = ONE(compiled=True)
+        assert max(case.error(0, 1, step) for step in range(2)) < 2e-5
+        assert len(case.records) == (10 if what == "keep" else 0)
+        case.model.checkpoints = True
+        x, y = batch(ROWS, 2)
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.norm.*was not there in earlier steps"):
+            case.loss(case.module(x), y).backward()
+        assert no_gradient(case.model)
+        for step in range(3, 5):
+            assert case.error(0, 1, step) < 2e-5
 
 
 def test_other_rows_frozen_layers_and_failed_passes() -> None:

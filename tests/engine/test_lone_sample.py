@@ -472,7 +472,7 @@ def test_copies_and_pickles() -> None:
     pending = loss(module(inputs), targets)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert all(isinstance(p, nn.Parameter) for p in twin.parameters())
-        assert not twin._recorder.bare
+        assert not twin._recorder.lone_runs
     pending.backward()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,7 +111,8 @@ def test_sums_of_a_single_backward_are_not_rounded_under_autocast(
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
-def test_per_layer_clipping_equals_oracle(mode: str) -> None:
+@pytest.mark.parametrize("given", [list, np.array, torch.tensor])
+def test_per_layer_clipping_equals_oracle(mode: str, given: Callable[[Any], Any]) -> None:
     inputs, targets = PROBLEMS["mlp"].batch(B)
     samples = per_sample("mlp", build("mlp").double(), inputs, targets)
     norms = torch.stack([torch.stack([g.norm() for g in grads]) for grads in samples])
@@ -119,7 +122,8 @@ def test_per_layer_clipping_equals_oracle(mode: str) -> None:
         sum(factors[i, j] * grads[j] for i, grads in enumerate(samples)) for j in range(len(limits))
     ]
     model = build("mlp")
-    out = make(model, mode, max_grad_norm=limits, clipping="per_layer")
+    out = make(model, mode, max_grad_norm=given(limits), clipping="per_layer")
+    assert out[1].plan.max_grad_norm == tuple(out[1]._privacy.max_grad_norms)
     loss_fn = out[2] if mode.startswith("ghost") else nn.CrossEntropyLoss(reduction="sum")
     loss_fn(out[0](inputs), targets).backward()
     out[1].step()

@@ -161,6 +161,26 @@ def test_batches_of_one_step_are_counted_as_one_step(mode: str) -> None:
     assert [entry[0] for entry in history[-2:]] == [0.1, 0.09]
 
 
+@pytest.mark.filterwarnings("ignore:The GDP accountant approximates")
+@pytest.mark.parametrize("mode", GHOST)
+def test_batches_of_one_step_that_gdp_cannot_count(mode: str) -> None:
+    """Refused before anything is computed of the second one; the first one is a step."""
+    engine = PrivacyEngineAdaptiveClipping(accountant="gdp")
+    model, optimizer, criterion, _ = private(
+        build(), mode, engine, noise_multiplier=0.1, min_clipbound=1e-3
+    )
+    inputs, targets = batch()
+    for step in range(2):
+        criterion(model(inputs), targets).backward()
+        limit, norms = optimizer.max_grad_norm, model.per_sample_gradient_norms
+        with pytest.raises(ValueError, match=r"'gdp' needs steps of one sample rate.*each batch"):
+            criterion(model(2 * inputs), targets).backward()
+        assert optimizer.max_grad_norm == limit and model.per_sample_gradient_norms is norms
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(engine.accountant) == step + 1
+
+
 @pytest.mark.parametrize("mode", GHOST)
 @pytest.mark.parametrize("same_loss", [True, False])
 def test_samples_are_summed_once(mode: str, same_loss: bool) -> None:

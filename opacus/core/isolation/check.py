@@ -169,7 +169,7 @@ class Isolation:
             return
         self._watch = None
         recorder = self.recorder
-        tapped = recorder.active(module) or recorder.bare
+        tapped = recorder.active(module) or recorder.lone_runs
         if not self.on or recorder.probed or recorder.in_backward or not tapped:
             return
         inputs = (args, kwargs)

@@ -25,7 +25,7 @@ class Kept:
         layers: Names of the layers all of whose gradients are among them.
         held: Records whose gradients are not; their tensors may be in host memory.
         away: Per-sample gradients in host memory, by parameter name.
-        whole: Whether the gradients are those of a lone sample.
+        lone: Whether the gradients are those of a lone sample.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Kept:
         self.layers: set[str] = set()
         self.held: list[Record] = []
         self.away: dict[str, Away] = {}
-        self.whole = False
+        self.lone = False
 
     @each_layer
     def form(
@@ -100,9 +100,9 @@ class Kept:
                 send(record)
         return squares
 
-    def add_whole(self, grads: Mapping[str, Tensor]) -> None:
+    def add_lone(self, grads: Mapping[str, Tensor]) -> None:
         """Take the gradients ``[*shape]`` of a batch of one sample, by parameter name."""
-        self.whole = True
+        self.lone = True
         for owner, grad in grads.items():
             dense = (grad.to_dense() if grad.is_sparse else grad).unsqueeze(0)
             known = self.formed.get(owner)

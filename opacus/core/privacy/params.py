@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 REDUCTIONS = ("mean", "sum")
 
@@ -18,7 +19,7 @@ class PrivacyParams:
         noise_multiplier: Standard deviation of the noise in units of the
             sensitivity. 0 means no noise, hence no privacy.
         max_grad_norm: Clipping norm C > 0: one number for flat clipping, or one for
-            each parameter for per-layer clipping.
+            each parameter for per-layer clipping; see :func:`plain_norms`.
         expected_batch_size: Expected number of samples of a logical batch on
             one rank; ``None`` when gradients are summed.
         loss_reduction: ``"mean"`` or ``"sum"``.
@@ -32,7 +33,7 @@ class PrivacyParams:
         self,
         *,
         noise_multiplier: float,
-        max_grad_norm: float | Sequence[float],
+        max_grad_norm: Any,
         expected_batch_size: int | float | None = None,
         loss_reduction: str = "mean",
     ) -> None:
@@ -83,10 +84,12 @@ class PrivacyParams:
         return self._max_grad_norm
 
     @max_grad_norm.setter
-    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+    def max_grad_norm(self, value: Any) -> None:
+        value = plain_norms(value)
         several = isinstance(value, Sequence) and not isinstance(value, str)
-        values: Sequence[object] = value if several else [value]  # type: ignore[assignment]
-        norms = [_number("max_grad_norm", n) for n in values]
+        values: Sequence[object] = value if several else [value]
+        kind = "a number, or a list of numbers for per-layer clipping"
+        norms = [_number("max_grad_norm", n, kind) for n in values]
         if not norms or not all(norm > 0 for norm in norms):
             raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
         self._check_finite(self._noise_multiplier, norms)
@@ -116,11 +119,16 @@ class PrivacyParams:
         return multiplier * sensitivity if multiplier else 0.0
 
 
-def _number(name: str, value: object) -> float:
+def plain_norms(value: Any) -> Any:
+    """Clipping norms in Python's numbers: a list of them for an array or a tensor."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _number(name: str, value: object, kind: str = "a number") -> float:
     """The value as a number; a text is none, even where it could be read as one."""
     try:
         if not isinstance(value, str):
             return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"{name} must be a number, got {value!r}")
+    raise TypeError(f"{name} must be {kind}, got {value!r}")

@@ -1,9 +1,11 @@
-"""What autograd carries from layers to one node of their unit: of FSDP2, or the whole model.
+"""What autograd carries from layers to one node of their part of the model.
+
+A part is what FSDP2 gathers at once; without FSDP2 the whole model is one.
 
 Note [Carriers]
     A layer whose per-sample gradients are stored in any case need not send a record. Its tap gets
     one more input for each parameter: a *carrier* ``[B, *shape]`` without memory of its own, all
-    of which come out of one node for the unit. What the tap's backward gives as a carrier's
+    of which come out of one node for the part. What the tap's backward gives as a carrier's
     gradient are the per-sample gradients, formed by the layer's rule. Autograd adds those of
     several uses and hands them to the node together.
 
@@ -22,7 +24,10 @@ Note [Carriers]
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
     tapped as ever.
 
-    A checkpoint around a compiled unit runs its graph again, which has carriers as inputs: the unit
+    One process uses this, too. It is among the ranks' files as parts are FSDP2's: their parameters
+    are there just before they run.
+
+    A checkpoint around a compiled part runs its graph again, which has carriers as inputs: the part
     then gets some that nothing comes back through. Autograd uses only what that graph saves.
     Other layers that a checkpoint runs again have records.
 """
@@ -41,24 +46,25 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
-from opacus.core.ranks.carrier_nodes import Target, UnitNode, Unused
-from opacus.core.ranks.lone_units import UseOfUnits
+from opacus.core.ranks.carrier_nodes import PartNode, Target, Unused
+from opacus.core.ranks.lone_parts import UseOfParts
 from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
+from opacus.core.record.lone import PassSink
 from opacus.core.record.own_weights import (
     Owned,
     can_own,
     cast_on,
     disown_weights,
     own_weights,
-    units_may_own,
+    parts_may_own,
     views_to_own,
 )
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
-from opacus.core.record.whole import WholeSink
 from opacus.core.rules.base import Carried as CarriedForm
+from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
@@ -91,10 +97,10 @@ class _CarriedLayer(NamedTuple):
 
 
 class _Carrying(NamedTuple):
-    """What one unit carries for inputs of some shapes.
+    """What one part carries for inputs of some shapes.
 
     Attributes:
-        layers: Of the unit.
+        layers: Of the part.
         names: Of the layers.
         choices: Of those whose gradients are stored, by layer.
         device: Where they are.
@@ -110,14 +116,14 @@ Known = dict[nn.Module, _Carrying]
 
 
 class Carried:
-    """Lets units carry their gradients; see Note [Carriers].
+    """Lets parts of the model carry their gradients; see Note [Carriers].
 
     Guarantee: the gradients handed on are those that records of the same layers would give, and
     the records those of a tap: row u is unit u's, and every use of a parameter is in it or has a
     record of its own.
 
     Args:
-        units: Modules, and the names in the model of the parameters that each carries.
+        parts: Modules, and the names in the model of the parameters that each carries.
         recorder: Of the model.
         sink: Called in the backward pass with a forward pass and its gradients ``[B, *shape]`` by
             parameter name.
@@ -126,32 +132,32 @@ class Carried:
 
     def __init__(
         self,
-        units: Mapping[nn.Module, AbstractSet[str]],
+        parts: Mapping[nn.Module, AbstractSet[str]],
         recorder: Recorder,
-        sink: WholeSink,
+        sink: PassSink,
         limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
         self._known: dict[Hashable, tuple[int, Known]] = {}  # with the samples learnt from
         self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
-        self._again: set[nn.Module] = set()  # compiled units that a checkpoint has run again in it
+        self._again: set[nn.Module] = set()  # compiled parts that a checkpoint has run again in it
         self._passes: weakref.WeakKeyDictionary[ForwardPass, Known] = weakref.WeakKeyDictionary()
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
-        self._use: UseOfUnits | None = None
+        self._use: UseOfParts | None = None
         self._entered: list[tuple[nn.Module, _Carrying, Owned]] = []
-        self._units: dict[nn.Module, list[LayerHooks]] = {}
+        self._parts: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
-        for unit, names in units.items():
+        for part, names in parts.items():
             own = [h for h in recorder.layer_hooks if names >= set(h.layer.owners.values())]
-            gathered = is_fsdp(unit)
+            gathered = is_fsdp(part)
             if own:
-                self._units[unit] = own
+                self._parts[part] = own
             if own and gathered:
                 recorder.handles += [  # after FSDP2's own, which gathers
-                    unit.register_forward_pre_hook(enter),
-                    unit.register_forward_hook(leave, always_call=True),
+                    part.register_forward_pre_hook(enter),
+                    part.register_forward_hook(leave, always_call=True),
                 ]
 
     # --- which layers ---
@@ -175,12 +181,12 @@ class Carried:
         if batch is not None and batch > most:
             self.learning = key, forward_pass
         elif known and rows_are_units:
-            self._now, self._use = known, UseOfUnits(forward_pass, self._sink)
+            self._now, self._use = known, UseOfParts(forward_pass, self._sink)
             self._passes[forward_pass] = known
             self.running = True
-            for unit in known:
-                if not is_fsdp(unit):
-                    self._enter(unit)
+            for part in known:
+                if not is_fsdp(part):
+                    self._enter(part)
 
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
@@ -208,15 +214,15 @@ class Carried:
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         found: Known = {}
-        for unit, layers in self._units.items():
-            again = frozenset() if unit in self._again else seen.generation.recomputed
+        for part, layers in self._parts.items():
+            again = frozenset() if part in self._again else seen.generation.recomputed
             maybe = [
                 _carried(h, seen, kept, choices) for h in layers if h.layer.spec.name not in again
             ]
             own = [layer for layer in maybe if layer is not None]
             if own:
                 names = frozenset(layer.name for layer in own)
-                found[unit] = _Carrying(
+                found[part] = _Carrying(
                     own,
                     names,
                     {c.layer: c for layer in own if (c := layer.choice) is not None},
@@ -232,19 +238,36 @@ class Carried:
         """Whether any of these layers has no record in the pass that runs now."""
         return any(not layers.isdisjoint(found.names) for found in self._now.values())
 
-    # --- around each unit ---
+    def check_again(self, spec: LayerSpec, forward_pass: ForwardPass) -> None:
+        """A checkpoint runs a layer of a compiled graph again, which is about to get a record.
 
-    def _enter(self, unit: nn.Module, args: Any = ()) -> None:
-        """The unit's parameters have been gathered."""
-        carrying = self._now.get(unit)
+        Raises:
+            RuntimeError: It had carriers in this forward pass, so that its graph was another one.
+        """
+        again = [part for part, _, _ in self._entered]
+        carried = self._passes.get(forward_pass, {}).items()
+        if any(spec.name in own.names for part, own in carried if part not in again):
+            self.forget()
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, which was not there in "
+                "earlier steps and whose compiled graph was made without it: switch activation "
+                "checkpointing on before the first step. Nothing of this batch was added to the "
+                "model; the next step is made for the checkpoint"
+            )
+
+    # --- around each part ---
+
+    def _enter(self, part: nn.Module, args: Any = ()) -> None:
+        """The part's parameters have been gathered."""
+        carrying = self._now.get(part)
         if carrying is None or self._use is None or not torch.is_grad_enabled():
-            self._run_again(unit)
+            self._run_again(part)
             return
         one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
         cast = cast_on(carrying.device)
         with torch.no_grad():
             targets, likes = _targets(carrying, one, cast)
-        carriers = iter(UnitNode.apply(ANCHOR, self._use, targets, likes, first) or ())
+        carriers = iter(PartNode.apply(ANCHOR, self._use, targets, likes, first) or ())
         owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
             if isinstance(target, str) and layer.owns is not None:
@@ -255,35 +278,34 @@ class Carried:
         own_weights(owned, cast)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
-        if unit._compiled_call_impl is not None:
-            carrying.layers[0].hooks.recorder.reached.note(one)
-        self._entered.append((unit, carrying, owned))
+        carrying.layers[0].hooks.recorder.reached.note(one)
+        self._entered.append((part, carrying, owned))
 
-    def _run_again(self, unit: nn.Module) -> None:
-        """If a checkpoint does so with a compiled unit, its graph finds carriers, as before."""
-        compiled = unit._compiled_call_impl is not None and torch.is_grad_enabled()
-        if not compiled or number_of_backward() < 0 or unit not in self._units:
+    def _run_again(self, part: nn.Module) -> None:
+        """If a checkpoint does so with a compiled part, its graph finds carriers, as before."""
+        compiled = part._compiled_call_impl is not None and torch.is_grad_enabled()
+        if not compiled or number_of_backward() < 0 or part not in self._parts:
             return
         if self.learning is not None:
-            self._again.add(unit)
-        hooks = self._units[unit][0]
+            self._again.add(part)
+        hooks = self._parts[part][0]
         carried = [
-            one for one in hooks.recorder.reached.passes if unit in self._passes.get(one, ())
+            one for one in hooks.recorder.reached.passes if part in self._passes.get(one, ())
         ]
         if not carried:
             return
-        carrying = self._passes[carried[0]][unit]
+        carrying = self._passes[carried[0]][part]
         one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
         one.generation.recomputed |= carrying.names
         for layer in carrying.layers:
             likes = [_with_rows(like, one.batch) for like in layer.likes]
             own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
             layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
-        self._entered.append((unit, carrying, []))
+        self._entered.append((part, carrying, []))
 
-    def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
-        """The unit has run, or failed."""
-        if self._entered and self._entered[-1][0] is unit:
+    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        """The part has run, or failed."""
+        if self._entered and self._entered[-1][0] is part:
             self._out()
 
     def _out(self) -> None:
@@ -303,7 +325,7 @@ class Carried:
             "_use": None,
             "_entered": [],
         }
-        state = {**self.__dict__, **empty, "_units": {}, "choices": {}}
+        state = {**self.__dict__, **empty, "_parts": {}, "choices": {}}
         del state["_passes"]
         return state
 
@@ -345,7 +367,7 @@ def _targets(
 ) -> tuple[list[Target], list[Tensor]]:
     """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
     batch, uses = forward_pass.batch, forward_pass.generation.uses
-    may_own = units_may_own()
+    may_own = parts_may_own()
     targets: list[Target] = []
     likes: list[Tensor] = []
     for layer in carrying.layers:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.ranks.lone_units import UseOfUnits
+from opacus.core.ranks.lone_parts import UseOfParts
 from opacus.core.record.carriers import twice_differentiated
 from opacus.core.record.record import Use
 from opacus.core.rules.spec import LayerSpec
@@ -17,14 +17,14 @@ from opacus.core.rules.spec import LayerSpec
 Target = Use | tuple[str, ...] | str
 
 
-class UnitNode(torch.autograd.Function):
-    """Its outputs are the carriers of a unit, whose gradients it hands on."""
+class PartNode(torch.autograd.Function):
+    """Its outputs are the carriers of a part, whose gradients it hands on."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor,
-        use: UseOfUnits,
+        use: UseOfParts,
         targets: list[Target],
         likes: list[Tensor],
         spec: LayerSpec,

@@ -50,6 +50,11 @@ class ModelRanks:
         rows = self.gather(padded).to(values.device)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
+    def gather_text(self, text: str) -> str:
+        """What each rank of the data axes says, joined in rank order."""
+        letters = torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
+        return bytes(self.gather_rows(letters).tolist()).decode()
+
     def add(self, values: Tensor) -> None:
         """Sum over the data axes, in place."""
         for group in self.data:

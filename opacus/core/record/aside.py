@@ -16,7 +16,7 @@ def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
     """Hand records to ``sink``; what is known of other passes is the same afterwards."""
     before = dict(recorder.__dict__)
     whose, passes = recorder.whose.fresh(), Passes(recorder.passes.dim)
-    recorder.__dict__.update(whose=whose, passes=passes, lone=None, bare=False)
+    recorder.__dict__.update(whose=whose, passes=passes, lone=None, lone_runs=False)
     recorder.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
     try:
         yield

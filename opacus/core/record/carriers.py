@@ -57,7 +57,7 @@ class HasCarriers(Protocol):
 
 
 class Carries(Protocol):
-    """What lets units carry their gradients.
+    """What lets parts of the model carry their gradients.
 
     Attributes:
         choices: What was decided for the layers that the latest pass has carried.
@@ -83,6 +83,9 @@ class Carries(Protocol):
 
     def carries_some_of(self, layers: AbstractSet[str]) -> bool:
         """Whether any of these layers has no record in the pass that runs now."""
+
+    def check_again(self, spec: LayerSpec, forward_pass: ForwardPass) -> None:
+        """A checkpoint runs a layer of a compiled graph again, which is about to get a record."""
 
 
 def carries(carriers: Carriers, args: Any, kwargs: Any, output: Any) -> bool:

@@ -157,12 +157,12 @@ class LayerHooks:
     def _note_rows(self, output: Any) -> None:
         """The layer ran without a tap; in the forward pass of a lone sample its rows count."""
         taps, layer = self.recorder, self.layer
-        hidden = taps.enabled and layer.module.training and not (taps.in_backward or taps.bare)
+        hidden = taps.enabled and layer.module.training and not (taps.in_backward or taps.lone_runs)
         if hidden and not torch.is_grad_enabled():
             dims = next((t.dim() for t in tree_leaves(output) if differentiable(t)), 0)
             taps.whose.note_hidden(layer, output, taps.batch_dim(layer, dims))
         current = taps.passes.current
-        if current is None or not taps.bare or not layer.trainable_now().params:
+        if current is None or not taps.lone_runs or not layer.trainable_now().params:
             return
         first = next((t for t in tree_leaves(output) if differentiable(t)), None)
         if first is not None and first.dim():
@@ -192,6 +192,8 @@ class LayerHooks:
         if forward_pass.named is not None:
             use.units = forward_pass.named.of_layer(spec, None, output, dim)
         if recomputed:
+            if taps.carried is not None:
+                taps.carried.check_again(spec, forward_pass)
             forward_pass.generation.recomputed.add(spec.name)
             if taps.lone is not None and not taps.lone.again_in_graphs:
                 taps.lone.rule_out("a checkpoint runs compiled parts again")

@@ -6,7 +6,8 @@ Note [A weight for each sample]
     :mod:`opacus.core.ranks.carried`), the carrier can be the weight itself: one view of it for each
     sample, ``[B, d, p]``, without memory of its own. ``y_i = x_i W_i`` is what the layer gives, and
     the gradient that autograd forms for ``W_i`` is sample i's. So the layer's call is one batched
-    product while its unit runs. There is no hook, no tap, and no Python in the backward pass.
+    product while its part of the model runs. There is no hook, no tap, and no Python in the
+    backward pass.
 
     What the layer is called with otherwise (other rows, another type), it runs as ever, with its
     hooks: it is tapped, and has a record.
@@ -72,7 +73,7 @@ def views_to_own(
     return weight.to(cast).t().expand(batch, -1, -1)
 
 
-def units_may_own() -> bool:
+def parts_may_own() -> bool:
     """Whether layers may be called so now: nobody watches all modules.
 
     A checkpoint would save other tensors as it runs a layer again, which has its hooks then. In a

@@ -25,6 +25,7 @@ from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, u
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample, PassUse
 from opacus.core.record.own_checkpoints import OwnCheckpoints
 from opacus.core.record.passes import Passes
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
@@ -32,7 +33,6 @@ from opacus.core.record.reached import Reached
 from opacus.core.record.record import Record, Tap, Use
 from opacus.core.record.taps import Taps
 from opacus.core.record.trail import Follower
-from opacus.core.record.whole import LoneSample, WholeUse
 from opacus.core.record.whose import WhoseRows
 
 
@@ -114,21 +114,21 @@ class Recorder(Taps):
             hooks.put_back()
 
     @contextmanager
-    def backward(self, losses: int | None = None, *, bare: bool = False) -> Iterator[None]:
+    def backward(self, losses: int | None = None, *, lone: bool = False) -> Iterator[None]:
         """A backward pass of ours: layers that run in it are computed again.
 
         Args:
             losses: How many there are, if that is known.
-            bare: Whether layers have run without taps for them.
+            lone: Whether layers have run without taps for them.
         """
-        before = self.in_backward, self.ours, self.bare, self.losses
-        self.in_backward, self.ours, self.bare, self.losses = True, True, bare, losses
+        before = self.in_backward, self.ours, self.lone_runs, self.losses
+        self.in_backward, self.ours, self.lone_runs, self.losses = True, True, lone, losses
         try:
             yield
         finally:
-            self.in_backward, self.ours, self.bare, self.losses = before
+            self.in_backward, self.ours, self.lone_runs, self.losses = before
 
-    def ran_bare(self, losses: Tensor) -> bool:
+    def ran_lone(self, losses: Tensor) -> bool:
         """Whether the layers ran without taps for these losses, so that checkpoints do, too."""
         lone = self.lone
         return lone is not None and bool(lone.alive) and lone.ran_for(losses, self)
@@ -155,7 +155,7 @@ class Recorder(Taps):
         self.whose.begin(module, inputs, passes.told, passes.dim, recorded=recorded)
         lone = self.lone if current.batch == 1 and passes.named is None else None
         if lone is not None and lone.ready and recorded and not under_functorch():
-            self.bare = lone.begin(current)
+            self.lone_runs = lone.begin(current)
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
             self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
@@ -180,14 +180,14 @@ class Recorder(Taps):
             self.lone.end()
         if self.carried is not None and self.carried.running:
             self.carried.end()
-        self.bare = False
+        self.lone_runs = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "in_backward": False, "ours": False, "bare": False}
+        return {**self.__dict__, "in_backward": False, "ours": False, "lone_runs": False}
 
 
 # Of no use in a compiled graph.
 PLAIN = (
-    *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, WholeUse, Use, Tap, Layer),
+    *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
     *(WhoseRows, IndexCheck, RepeatCheck, Reached),
 )

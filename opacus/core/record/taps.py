@@ -27,12 +27,12 @@ from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
 from opacus.core.record.layers import Layer
+from opacus.core.record.lone import LoneSample
 from opacus.core.record.passes import ForwardPass, Passes
 from opacus.core.record.reached import Reached
 from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.shared import Scope, Shared, tap_shared
-from opacus.core.record.whole import LoneSample
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -52,7 +52,7 @@ class Taps:
         in_backward: Whether a backward pass of ours runs: layers in it are computed again.
         ours: Whether one runs, or the model's forward. One name for both, which is what a compiled
             graph reads: a checkpoint runs it again without another being made.
-        bare: Whether layers run without taps now, on a lone sample.
+        lone_runs: Whether layers run without taps now, on a lone sample.
         lone: Runs the model so, if that is possible.
         carried: Lets autograd carry per-sample gradients past the records, if that is possible.
         losses: Number of losses of the backward pass that runs, where it is known.
@@ -73,7 +73,7 @@ class Taps:
         self.sink = sink
         self.batch_first = batch_first
         self.enabled = True
-        self.in_backward = self.ours = self.bare = self.probed = False
+        self.in_backward = self.ours = self.lone_runs = self.probed = False
         self.losses: int | None = None
         self.lone: LoneSample | None = None
         self.carried: Carries | None = None
@@ -100,13 +100,13 @@ class Taps:
 
     def active(self, module: nn.Module) -> bool:
         """Whether the layer is tapped if it runs now."""
-        if self.bare or not (self.enabled and module.training and torch.is_grad_enabled()):
+        if self.lone_runs or not (self.enabled and module.training and torch.is_grad_enabled()):
             return False
         if self.lone is None or self.ours:
             return True
         # A checkpoint runs layers of a lone sample again, in a backward pass that is not ours.
         waiting = self.passes.generation.waiting
-        return number_of_backward() < 0 or not self.lone.waits_alone(waiting)
+        return number_of_backward() < 0 or not self.lone.all_lone(waiting)
 
     def tap(
         self, layer: Layer, args: Any, kwargs: Any, output: Any, spec: LayerSpec | None = None
@@ -220,8 +220,8 @@ class Taps:
         own = layer.batch_first
         if own is not None:
             return 0 if own else 1
-        lone = layer.features is not None and output_dims - layer.features < 2
-        return 0 if self.batch_first or lone else 1
+        flat = layer.features is not None and output_dims - layer.features < 2
+        return 0 if self.batch_first or flat else 1
 
     # --- backward ---
 

@@ -26,7 +26,7 @@ from opacus.core.sums.planner import Planner
 from opacus.core.sums.replay import Replay
 from opacus.core.sums.seen import BLOCK_ADVICE, compared
 from opacus.core.sums.strategy import Ghost, Phase
-from opacus.core.sums.terms import KeptSums, LocalSink, WaitingSink, add_whole
+from opacus.core.sums.terms import KeptSums, LocalSink, WaitingSink, add_lone
 from opacus.core.sums.weighting import Weighting
 
 
@@ -144,8 +144,8 @@ class OnePass(Ghost):
         assert self.ledger is not None
         kept = self.ledger.kept
         self.drop()
-        if kept.whole and isinstance(self.sink, LocalSink):
-            add_whole(kept.formed, clipped, self.parameters)
+        if kept.lone and isinstance(self.sink, LocalSink):
+            add_lone(kept.formed, clipped, self.parameters)
             return
         weighting = Weighting(clipped)
         sums, replay = KeptSums(kept, weighting), self._replay(weighting)

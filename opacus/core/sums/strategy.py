@@ -47,7 +47,7 @@ class Ordinary(Protocol):
     def receive(self, record: Record) -> None:
         """A layer's record."""
 
-    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+    def receive_lone(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
         """The gradients of a batch of one sample, by parameter name."""
 
     def receive_formed(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
@@ -128,14 +128,14 @@ class Ghost:
         check_sizes(record)
         self.ledger.add(record)
 
-    def receive_whole(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
-        """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.whole`."""
+    def receive_lone(self, forward_pass: ForwardPass, grads: Mapping[str, Tensor]) -> None:
+        """Take the gradients of a batch of one sample; see :mod:`opacus.core.record.lone`."""
         if self.phase is Phase.NORMS:
             assert self.ledger is not None
             self.summed.running.add(forward_pass)
-            self.ledger.kept.add_whole(grads)
+            self.ledger.kept.add_lone(grads)
         elif self.phase is Phase.IDLE:
-            self.ordinary.receive_whole(forward_pass, grads)
+            self.ordinary.receive_lone(forward_pass, grads)
 
     @timed(FIRST_BACKWARD)
     def norm_pass(self, losses: Tensor, retain_graph: bool = False) -> None:
@@ -158,9 +158,9 @@ class Ghost:
         )
         trained = [(name, p) for name, p in self.parameters if p.requires_grad]
         before = _states_of_grads(trained)
-        lone = self.recorder.ran_bare(losses)
+        lone = self.recorder.ran_lone(losses)
         retain_graph = retain_graph or (self.retains_graph and not lone)
-        with self._in(Phase.NORMS, losses, bare=lone):
+        with self._in(Phase.NORMS, losses, lone=lone):
             run_backward(losses, retain_graph)
         with torch.no_grad():
             self.ledger.measure_held()
@@ -200,10 +200,10 @@ class Ghost:
             parameter.grad = None
 
     @contextmanager
-    def _in(self, phase: Phase, losses: Tensor, *, bare: bool = False) -> Iterator[None]:
+    def _in(self, phase: Phase, losses: Tensor, *, lone: bool = False) -> Iterator[None]:
         self.phase = phase
         try:
-            with self.recorder.backward(len(losses), bare=bare):
+            with self.recorder.backward(len(losses), lone=lone):
                 yield
         finally:
             self.phase = Phase.IDLE
@@ -217,7 +217,7 @@ def _note_samples(strategy: Ghost, samples: int) -> None:
     lone, ledger = strategy.recorder.lone, strategy.ledger
     if lone is None or ledger is None:
         return
-    if not ledger.kept.whole:
+    if not ledger.kept.lone:
         lone.learn(strategy.summed.running, samples)
         return
     several = lone.several_rows(strategy.summed.running)
@@ -243,7 +243,7 @@ def _refuse_leaks(strategy: Ghost, leaked: Sequence[tuple[str, nn.Parameter]]) -
         parameter.grad = None
     if (
         strategy.ledger is not None
-        and strategy.ledger.kept.whole
+        and strategy.ledger.kept.lone
         and strategy.recorder.lone is not None
     ):
         # By reentrant checkpoints, say, of which there were none before: not the next time.

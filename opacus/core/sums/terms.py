@@ -305,7 +305,7 @@ class LocalSink:
 
 
 @torch.no_grad()
-def add_whole(
+def add_lone(
     formed: dict[str, Tensor], clipped: Factors, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> None:
     """Add the weighted gradient of a lone sample: there is nothing to run again, or to add up.

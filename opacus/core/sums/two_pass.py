@@ -20,7 +20,7 @@ from opacus.core.privacy.clipping import Factors
 from opacus.core.record.record import Record
 from opacus.core.sums.seen import REPLAY_ADVICE, Seen, compared
 from opacus.core.sums.strategy import Ghost, Phase, run_backward
-from opacus.core.sums.terms import Terms, WaitingSink, add_to_grad, add_whole
+from opacus.core.sums.terms import Terms, WaitingSink, add_lone, add_to_grad
 from opacus.core.sums.weighting import Weighting
 
 
@@ -79,8 +79,8 @@ class TwoPass(Ghost):
     @timed(SECOND_BACKWARD)
     def sum_pass(self, losses: Tensor, clipped: Factors, retain_graph: bool = False) -> None:
         """The backward pass of ``losses`` again, weighted by layer; none of a lone sample."""
-        if self.ledger is not None and self.ledger.kept.whole:
-            add_whole(self.ledger.kept.formed, clipped, self.parameters)
+        if self.ledger is not None and self.ledger.kept.lone:
+            add_lone(self.ledger.kept.formed, clipped, self.parameters)
             self.drop()
             return
         self._weighting = Weighting(clipped)

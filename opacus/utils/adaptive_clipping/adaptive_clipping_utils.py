@@ -72,7 +72,12 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         )
 
     def backward(self, retain_graph: bool = False) -> None:  # type: ignore[override]
-        """See the base class; after an error the next batch counts anew."""
+        """See the base class; after an error the next batch counts anew.
+
+        Raises:
+            ValueError: The accountant cannot count one more batch in this step.
+        """
+        self.optimizer.check_early(self.optimizer.clipped_batches + 1)
         try:
             super().backward(retain_graph)
         except BaseException:

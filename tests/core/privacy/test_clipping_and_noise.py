@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +50,17 @@ def test_one_home_of_c() -> None:
     with pytest.raises(ValueError, match="max_grad_norm"):
         params.max_grad_norm = [1.0, -1.0]
     assert params.max_grad_norms == [6.0, 8.0]
+
+
+@pytest.mark.parametrize("given", [np.array([3.0, 4.0]), torch.tensor([3, 4]), (3, 4)])
+def test_norms_in_an_array(given: Any) -> None:
+    params = PrivacyParams(noise_multiplier=1.0, max_grad_norm=given, loss_reduction="sum")
+    assert params.max_grad_norms == [3.0, 4.0] and params.noise_std == 5.0
+    params.max_grad_norm = torch.tensor(10.0)
+    assert params.max_grad_norms == [6.0, 8.0] and type(params.max_grad_norm) is float
+    for wrong in (torch.ones(2, 2), {"a": 1.0}, [None]):
+        with pytest.raises(TypeError, match="max_grad_norm must be a number, or a list of numbers"):
+            params.max_grad_norm = wrong
 
 
 def test_count_shares_the_budget() -> None:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.ranks.gather_order import GatherOrder
 from opacus.core.ranks.meeting import Meetings
 from tests.helpers.distributed import DistributedTestError, progress, run_distributed
+from tests.helpers.fsdp_run import Run
 
 
 class Branches(nn.Module):
@@ -38,33 +37,17 @@ class Branches(nn.Module):
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-class Run:
-    def __init__(self, mode: str, rank: int) -> None:
-        torch.manual_seed(0)
-        self.model = Branches()
-        for unit in (*self.model.blocks, self.model.expert):
-            fully_shard(unit)
-        fully_shard(self.model)
-        made: Any = PrivacyEngine().make_private(
-            module=self.model,
-            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=8),
-            noise_multiplier=0.0,
-            max_grad_norm=0.5,
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-        )
-        self.private, self.optimizer, self.criterion = made[:3]
-        numbers, device = torch.Generator("cpu").manual_seed(rank), torch.get_default_device()
-        self.x = torch.randn(4, 6, generator=numbers, device="cpu").to(device)
-        self.y = torch.randint(0, 3, (4,), generator=numbers, device="cpu").to(device)
+def build() -> nn.Module:
+    model = Branches()
+    for unit in (*model.blocks, model.expert):
+        fully_shard(unit)
+    fully_shard(model)
+    return model
 
-    def step(self, *skip: str) -> None:
-        self.model.skip = skip
-        self.optimizer.zero_grad()
-        self.criterion(self.private(self.x), self.y).backward()
-        self.optimizer.step()
+
+def step(run: Run, *skip: str) -> None:
+    run.model.skip = skip
+    run.step()
 
 
 # Mode, the branch that rank 1 leaves out, where it comes instead.
@@ -80,9 +63,9 @@ def first_steps(rank: int, world_size: int) -> list[str]:
     said = []
     for mode, branch, _ in FIRST:
         progress((mode, branch))
-        run = Run(mode, rank)
+        run = Run(build, mode, rank)
         with pytest.raises(RuntimeError, match="ranks run different FSDP2 units") as caught:
-            run.step(*([branch] if rank == 1 else []))
+            step(run, *([branch] if rank == 1 else []))
         said.append(str(caught.value))
     return said
 
@@ -106,9 +89,9 @@ def test_the_first_pass_is_refused_on_gpus() -> None:
 
 def later_step(rank: int, world_size: int) -> None:
     GatherOrder.WAIT = 1.0
-    run = Run("ghost_fsdp", rank)
-    run.step()
-    run.step(*(["expert"] if rank == 1 else []))
+    run = Run(build, "ghost_fsdp", rank)
+    step(run)
+    step(run, *(["expert"] if rank == 1 else []))
 
 
 def test_a_later_pass_names_rank_and_unit_everywhere() -> None:
@@ -121,7 +104,7 @@ def test_a_later_pass_names_rank_and_unit_everywhere() -> None:
 
 
 def together(rank: int, world_size: int) -> list[list[int]]:
-    return [meetings(Run(mode, rank)) for mode in ("ghost_fsdp", "ghost_fsdp_bk")]
+    return [meetings(Run(build, mode, rank)) for mode in ("ghost_fsdp", "ghost_fsdp_bk")]
 
 
 def meetings(run: Run) -> list[int]:
@@ -137,7 +120,7 @@ def meetings(run: Run) -> list[int]:
         patch.setattr(Meetings, "meet", counted)
         for skip in ((), (), ("expert",), ("blocks.0", "blocks.2"), ("blocks.1",), (), ()):
             met[0] = 0
-            run.step(*skip)
+            step(run, *skip)
             counts.append(met[0])
         met[0] = 0
         run.private.eval()

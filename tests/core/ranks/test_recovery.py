@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.platform import fsdp_passes
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import DistributedTestError, progress, run_distributed
+from tests.helpers.fsdp_run import Run
 
 BLOCKS = 3
 
@@ -62,30 +61,13 @@ class Model(nn.Module):
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-class Run:
-    def __init__(self, mode: str, rank: int, deferred: bool = False) -> None:
-        torch.manual_seed(0)
-        self.model = FSDP2Wrapper(Model())
-        made: Any = PrivacyEngine().make_private(
-            module=self.model,
-            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=8),
-            noise_multiplier=0.0,
-            max_grad_norm=0.5,
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-            deferred_norm=deferred,
-        )
-        self.private, self.optimizer, self.criterion = made[:3]
-        numbers, device = torch.Generator("cpu").manual_seed(rank), torch.get_default_device()
-        self.x = torch.randn(4, 6, generator=numbers, device="cpu").to(device)
-        self.y = torch.randint(0, 3, (4,), generator=numbers, device="cpu").to(device)
+class Failing(Run):
+    """Steps of which some fail in the backward pass."""
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.criterion(self.private(self.x), self.y).backward()
-        self.optimizer.step()
+    def __init__(self, mode: str, rank: int, deferred: bool = False) -> None:
+        super().__init__(
+            lambda: FSDP2Wrapper(Model()), mode, rank, momentum=0.9, deferred_norm=deferred
+        )
 
     def fail(self, at: int) -> None:
         Fuse.countdown = at
@@ -122,7 +104,7 @@ def with_and_without(rank: int, mode: str, deferred: bool) -> list[list[Tensor]]
     ends = []
     for at in (0, *PLACES[mode]):
         progress((mode, deferred, at))
-        run = Run(mode, rank, deferred)
+        run = Failing(mode, rank, deferred)
         for _ in range(2):
             if at:
                 run.fail(at)
@@ -138,11 +120,11 @@ def check(ends: list[list[Tensor]]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def ends_of(rank: int, fail: Callable[[Run], None], steps: int = 1) -> list[list[Tensor]]:
+def ends_of(rank: int, fail: Callable[[Failing], None], steps: int = 1) -> list[list[Tensor]]:
     """The same for a single backward pass, with and without a failure between two steps."""
     ends = []
     for fails in (False, True):
-        run = Run("ghost_fsdp_bk", rank)
+        run = Failing("ghost_fsdp_bk", rank)
         run.step()
         if fails:
             with pytest.raises(MemoryError, match="no room"):
@@ -154,14 +136,14 @@ def ends_of(rank: int, fail: Callable[[Run], None], steps: int = 1) -> list[list
     return ends
 
 
-def fails_while_reducing(run: Run) -> None:
+def fails_while_reducing(run: Failing) -> None:
     """In what a single backward pass does after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedSink, "_land", _no_room)
         run.step()
 
 
-def fails_unwatched(run: Run) -> None:
+def fails_unwatched(run: Failing) -> None:
     """In the backward pass of a loss that the criterion did not make."""
     Fuse.countdown = 2
     run.private(run.x).sum().backward()
@@ -187,7 +169,7 @@ def test_the_next_step_is_as_usual_on_gpus() -> None:
 
 def one_rank_fails(rank: int, world_size: int) -> None:
     Recovery.WAIT = 1.0
-    run = Run("ghost_fsdp", rank)
+    run = Failing("ghost_fsdp", rank)
     run.step()
     if rank == 0:
         run.fail(BLOCKS + 1)
@@ -201,7 +183,7 @@ def test_a_failure_on_one_rank_alone_is_said() -> None:
 
 
 def fail_elsewhere(rank: int) -> list[str]:
-    run, said = Run("ghost_fsdp", rank), []
+    run, said = Failing("ghost_fsdp", rank), []
     run.private._recovery._position = lambda: rank  # as if a rank had reduced more
     run.step()
     run.fail(BLOCKS + 1)
@@ -213,7 +195,7 @@ def fail_elsewhere(rank: int) -> list[str]:
 
 
 def in_unknown_torch(rank: int) -> str:
-    run = Run("ghost_fsdp", rank)
+    run = Failing("ghost_fsdp", rank)
     run.step()
     before_213()
     Fuse.countdown = BLOCKS + 1

@@ -135,5 +135,5 @@ def test_it_is_asked_for_by_name() -> None:
     with pytest.raises(ValueError, match="must be 'float8' or None, got 'int4'"):
         made[0].stored_dtype = "int4"
     two_passes: Any = private(build(), 0.2, "ghost")[0]
-    with pytest.raises(ValueError, match="only the _bk modes store"):
+    with pytest.raises(ValueError, match="stored_dtype: only the _bk modes keep"):
         two_passes.stored_dtype = "float8"

@@ -27,7 +27,7 @@ from opacus.core.record.record import ANCHOR, Sink, Use
 
 VARIABLE = "OPACUS_LONE_SAMPLE"
 
-WholeSink = Callable[[ForwardPass, dict[str, Tensor]], None]
+PassSink = Callable[[ForwardPass, dict[str, Tensor]], None]
 # An alias in place of a parameter: a module's parameters, the name, the parameter, its alias.
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]
 # A layer's parameter: the layer, the name there, the name in the model.
@@ -71,7 +71,7 @@ class LoneSample:
     again_in_graphs: ClassVar[bool] = False
 
     def __init__(
-        self, layers: Sequence[Layer], sink: WholeSink, handles: Sequence[tuple[Any, Any]]
+        self, layers: Sequence[Layer], sink: PassSink, handles: Sequence[tuple[Any, Any]]
     ) -> None:
         self._layers = layers
         self._handles = handles
@@ -83,7 +83,7 @@ class LoneSample:
         self.ruled_out: str | None = None
         self._replaced: list[Place] = []
         self._off: TakenOff = []
-        self.alive: weakref.WeakSet[WholeUse] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[PassUse] = weakref.WeakSet()
 
     @property
     def ready(self) -> bool:
@@ -121,7 +121,7 @@ class LoneSample:
         seen = (found for one in passes for found in one.rows.items())
         return next(((name, n) for name, n in seen if n > 1 and name not in self._moved), None)
 
-    def waits_alone(self, waiting: Collection[Any]) -> bool:
+    def all_lone(self, waiting: Collection[Any]) -> bool:
         """Whether all forward passes that wait for their backward run without taps."""
         return bool(self.alive) and all(use in self.alive for use in waiting)
 
@@ -137,11 +137,11 @@ class LoneSample:
         ours = any(one.owner for one in found) and not any(is_alias(one.parameter) for one in found)
         if not ours:
             return False
-        self._replaced = put_aliases(found, self._waiting(WholeUse(forward_pass, self._sink)))
+        self._replaced = put_aliases(found, self._waiting(PassUse(forward_pass, self._sink)))
         self._off = take_off(handle for _, handle in self._off_duty)
         return True
 
-    def _waiting(self, use: WholeUse) -> WholeUse:
+    def _waiting(self, use: PassUse) -> PassUse:
         """The use, which waits for its backward pass from now on."""
         use.forward_pass.generation.waiting.add(use)
         self.alive.add(use)
@@ -164,7 +164,7 @@ class LoneSample:
         self.running = False
 
     def ran_for(self, losses: Tensor, sink: Sink) -> bool:
-        """Whether the first use of the model that is found in the graph of ``losses`` was bare.
+        """Whether the first use of the model that is found in the graph of ``losses`` was untapped.
 
         If there are others too, the losses are refused when their gradients have come.
         """
@@ -176,7 +176,7 @@ class LoneSample:
                 continue
             seen.add(node)
             use = getattr(node, "use", None)
-            if isinstance(use, WholeUse) and use in self.alive:
+            if isinstance(use, PassUse) and use in self.alive:
                 return True
             if isinstance(use, Use) and use.sink is sink:
                 return False
@@ -190,12 +190,12 @@ class LoneSample:
         self.__dict__.update(state, alive=weakref.WeakSet())
 
 
-class WholeUse:
+class PassUse:
     """One forward pass on one sample, until its graph is gone."""
 
     __slots__ = ("__weakref__", "_sink", "forward_pass")
 
-    def __init__(self, forward_pass: ForwardPass, sink: WholeSink) -> None:
+    def __init__(self, forward_pass: ForwardPass, sink: PassSink) -> None:
         self.forward_pass = forward_pass
         self._sink = weakref.WeakMethod(sink)
 
@@ -243,7 +243,7 @@ def trainable(names: Iterable[Name]) -> list[Trainable]:
     return found
 
 
-def put_aliases(found: Sequence[Trainable], use: WholeUse) -> list[Place]:
+def put_aliases(found: Sequence[Trainable], use: PassUse) -> list[Place]:
     """Replace parameters by aliases through one node, whose gradients go to ``use``.
 
     One that no optimizer holds is replaced by a detached one.
@@ -274,7 +274,7 @@ class _Aliases(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        use: WholeUse,
+        use: PassUse,
         names: tuple[str, ...],
         parameters: list[nn.Parameter],
     ) -> tuple[Tensor, ...]:
