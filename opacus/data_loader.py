@@ -218,14 +218,17 @@ class DPDataLoader(HostLoader):
         """Follow the batches of either loader, if a step may be of either.
 
         Lightning, say, iterates over the loader of a data module that ``make_private`` was given.
+        Not where the data are split once for all passes: each loader has a split of its own, and an
+        item of an early part of one may be in a late part of the other.
         """
         own: Any = self.batch_sampler
         theirs: Any = other.batch_sampler
         ways = [
-            (type(s), s.sample_rate, getattr(s, "num_replicas", 1), s.cyclic, s.groups, s.most)
-            for s in (own, theirs)
+            (type(s), s.sample_rate, getattr(s, "num_replicas", 1), s.most) for s in (own, theirs)
         ]
-        if ways[0] == ways[1] and not (theirs.draws.started or other._is_followed):
+        split = any(s.cyclic or s.groups is not None for s in (own, theirs))
+        taken = theirs.draws.started or other._is_followed
+        if ways[0] == ways[1] and not (split or taken):
             own.draws, other._is_followed = theirs.draws, True
 
 
