@@ -172,8 +172,9 @@ class DPDataLoader(HostLoader):
         """Makes a loader like `data_loader`, but with Poisson sampling.
 
         The sample rate is 1 / `len(data_loader)`, so that the mean batch size and the number of
-        steps stay. A sampler that is not uniform over the data set cannot stay; it is replaced
-        with a warning, and the rate is then the batch size over the size of the data set.
+        steps stay; a loader with a `sample_rate` of its own keeps that and its length. A sampler
+        that is not uniform over the data set cannot stay; it is replaced with a warning, and the
+        rate is then the batch size over the size of the data set.
 
         Args:
             data_loader: loader of batches over a map-style data set.
@@ -193,9 +194,8 @@ class DPDataLoader(HostLoader):
         if generator is not None:
             settings["generator"] = generator
         steps = None
-        if sample_rate is None and isinstance(data_loader, DPDataLoader):
-            sample_rate, steps = data_loader.sample_rate, len(data_loader)
-        elif sample_rate is None:
+        if sample_rate is None:
+            steps = len(data_loader) if hasattr(data_loader, "sample_rate") else None
             sample_rate = matching_sample_rate(data_loader)
         made = cls(
             dataset=data_loader.dataset,
@@ -218,14 +218,17 @@ class DPDataLoader(HostLoader):
         """Follow the batches of either loader, if a step may be of either.
 
         Lightning, say, iterates over the loader of a data module that ``make_private`` was given.
+        Not where the data are split once for all passes: each loader has a split of its own, and an
+        item of an early part of one may be in a late part of the other.
         """
         own: Any = self.batch_sampler
         theirs: Any = other.batch_sampler
         ways = [
-            (type(s), s.sample_rate, getattr(s, "num_replicas", 1), s.cyclic, s.groups, s.most)
-            for s in (own, theirs)
+            (type(s), s.sample_rate, getattr(s, "num_replicas", 1), s.most) for s in (own, theirs)
         ]
-        if ways[0] == ways[1] and not (theirs.draws.started or other._is_followed):
+        split = any(s.cyclic or s.groups is not None for s in (own, theirs))
+        taken = theirs.draws.started or other._is_followed
+        if ways[0] == ways[1] and not (split or taken):
             own.draws, other._is_followed = theirs.draws, True
 
 

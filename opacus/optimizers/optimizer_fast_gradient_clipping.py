@@ -222,6 +222,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         Args:
             set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
         """
+        if self.clipped_batches:  # dropped; the next batch may be of another draw
+            self.give_up_step()
         self.clipped_batches, self._clipped_samples, self._loss_scale = 0, 0, None
         if self._waits:
             self._forget_waiting(warn=True)

@@ -288,11 +288,19 @@ def test_draws_with_replacement_are_told(caplog: pytest.LogCaptureFixture) -> No
         assert told in caplog.text
 
 
+class Rated(DataLoader[Any]):
+    """A loader of one's own that knows its rate."""
+
+    sample_rate = 0.1
+
+
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("poisson", [True, False])
-def test_a_target_epsilon_holds_for_the_steps_of_a_private_loader(poisson: bool) -> None:
+def test_a_target_epsilon_holds_for_the_steps_of_a_private_loader(poisson: bool, own: bool) -> None:
     """Its epoch has as many steps as it says, not 1 / rate."""
-    model, engine = nn.Linear(2, 1), PrivacyEngine()
-    loader = DPDataLoader(TensorDataset(torch.zeros(50, 2)), sample_rate=0.1, steps=40)
+    model, engine, data = nn.Linear(2, 1), PrivacyEngine(), TensorDataset(torch.zeros(40, 2))
+    rated = Rated(data, batch_size=1) if own else DPDataLoader(data, sample_rate=0.1, steps=40)
+    loader: DataLoader[Any] = rated
     _, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
         target_epsilon=1.0, target_delta=1e-5, epochs=0.5, max_grad_norm=1.0,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus import CorrelatedNoise, PrivacyEngine
+from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from tests.helpers.correlated import (
     BATCHES,
@@ -108,6 +109,14 @@ def test_batches_from_elsewhere_are_refused() -> None:
     run = Run(model())
     with pytest.raises(RuntimeError, match="iterate over that loader"):
         run.step(*data()[:10])
+
+
+def test_batches_of_the_loader_that_was_given_are_refused() -> None:
+    """Its split is another one: an item of its last batch may be in the first one of ours."""
+    given = DPDataLoader(data(), sample_rate=1 / BATCHES, cyclic=True)
+    run = Run(model(), data_loader=given)
+    with pytest.raises(RuntimeError, match="iterate over that loader"):
+        run.step(*next(iter(given)))
 
 
 @pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm"])

@@ -89,8 +89,9 @@ def test_one_of_many_samples_changes_the_sum_by_at_most_c(dtype: torch.dtype, bo
 
 
 @pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("backward_too", [False, True])
 def test_sums_of_a_single_backward_are_not_rounded_under_autocast(
-    store: bool, monkeypatch: pytest.MonkeyPatch
+    store: bool, backward_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opacus.core.sums.planner.Planner.stores", lambda planner, record: store)
     rows = 512
@@ -104,7 +105,8 @@ def test_sums_of_a_single_backward_are_not_rounded_under_autocast(
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             output = wrapped(inputs[first:])
-        loss_fn(output, targets[first:]).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward_too):
+            loss_fn(output, targets[first:]).backward()
         sums.append(model[0].weight.grad.double().clone())
     assert sums[0].norm() > 0.9 * rows * C
     assert 0.9 * C < (sums[0] - sums[1]).norm() <= C * (1 + 4e-3)

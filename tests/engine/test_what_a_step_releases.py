@@ -132,6 +132,16 @@ def test_a_count_without_a_step_is_accounted_for(mode: str) -> None:
     assert steps() == 6
     optimizer.step()
     assert steps() == 7
+    optimizer.zero_grad()
+    optimizer.signal_skip_step()
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert steps() == 8  # of a logical batch that is never finished
+    for dropped in range(1, 4):
+        backward()
+        optimizer.zero_grad()
+        assert steps() == 7 + dropped
 
 
 @pytest.mark.parametrize("mode", GHOST)

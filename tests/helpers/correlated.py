@@ -50,10 +50,10 @@ class Run:
         self.made: Any = self.engine.make_private(
             module=module,
             optimizer=(made_by or partial(torch.optim.SGD, lr=0.5))(module.parameters()),
-            data_loader=DataLoader(data(), batch_size=ROWS // BATCHES, generator=split),
             grad_sample_mode=mode,
             noise_generator=own,
             **{
+                "data_loader": DataLoader(data(), batch_size=ROWS // BATCHES, generator=split),
                 "noise_multiplier": SIGMA,
                 "max_grad_norm": CLIP,
                 "correlated_noise": PLAN,

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from opacus.core.privacy.clipping import Factors
@@ -155,10 +156,11 @@ def clip_batch(
     unreduced = model.unreduced
     if unreduced is not None:
         unreduced.wanted = loss_scale is None and optimizer.more_follow()
-    model.norm_pass(losses, retain_graph, loss_scale)
-    norms_are_known(model.per_sample_gradient_norms)
-    clipped = model.clip()
-    model.sum_pass(losses, clipped, retain_graph)
+    with torch.autocast(losses.device.type, enabled=False):  # it would round sums to half precision
+        model.norm_pass(losses, retain_graph, loss_scale)
+        norms_are_known(model.per_sample_gradient_norms)
+        clipped = model.clip()
+        model.sum_pass(losses, clipped, retain_graph)
     excluded = loss_scale is not None and bool(clipped.excluded.any())
     optimizer.note_clipped_batch(loss_scale, excluded, len(losses), model.doubt, unreduced)
     return clipped
