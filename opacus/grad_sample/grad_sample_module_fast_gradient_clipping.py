@@ -92,6 +92,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
     """
 
     NORM_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
+    # Number of ranks that hold each sample, among those whose samples are counted together.
+    copies_of_samples = 1
     _sees_loss: ClassVar[bool] = True
 
     def __init__(

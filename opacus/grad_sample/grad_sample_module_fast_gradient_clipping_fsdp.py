@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.isolation.check import Isolation
+from opacus.core.platform.fsdp_passes import reduced_as_a_whole
 from opacus.core.platform.profiling import FINAL_COMPUTE, PARALLEL_NORMS, part, timed
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import (
@@ -32,7 +33,6 @@ from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares
 from opacus.core.ranks.shards import can_reduce
-from opacus.core.ranks.unreached import Unreached
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
 from opacus.core.record.lone import LoneSample
@@ -103,6 +103,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         check_sharded(m, book_keeping)
         self.data_layout = "replicated" if data_layout == "replicated" else "sharded"
         self._ranks = ranks_of(m)
+        self.copies_of_samples = self._ranks.copies
         super().__init__(
             m,
             batch_first=batch_first,
@@ -129,9 +130,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch
         )
         layers, replicated = self._recorder.layers, self.data_layout == "replicated"
-        self._unreached = Unreached(self._module, layers)
         self._shares = self._deal(layers) if replicated and self._ranks.count > 1 else None
-        self._reached: set[str] = set()
         self._data_check = DataCheck(replicated, self._ranks)
         handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
         self._recorder.handles.append(handle)
@@ -189,8 +188,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             self._gather(layer)
         if phase is Phase.IDLE or self._shares is None or self._shares.has(layer):
             super()._receive(record)
-        if phase is Phase.SUM:
-            self._unreached.fill(layer)
 
     def _gather(self, layer: Layer) -> None:
         """Gather a layer whose gradient came past FSDP2: its output was computed anew for it."""
@@ -238,7 +235,6 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             RuntimeError: There was no norm pass.
         """
         norms = super().compute_all_norms_parallel()
-        self._reached = set(self._norms.by_name)
         if self._shares is None:
             return norms
         with torch.no_grad():
@@ -250,11 +246,9 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         """See :meth:`GradSampleHooksFastGradientClipping.sum_pass`."""
         with self._recovering("sum"):
             if not self._strategy.leaves_gradients():
-                self._unreached.rest()
                 super().sum_pass(losses, clipped, retain_graph)
                 return
-            self._unreached.start(self._reached)
-            with reduced_at_once(self._module):
+            with reduced_at_once(self._module), reduced_as_a_whole(self._module):
                 super().sum_pass(losses, clipped, retain_graph)
 
     def _make_strategy(self) -> Ghost:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
+from opacus.core.step.losses import per_sample_losses
 from tests.helpers import oracle
 
 B, T, CLIP = 5, 9, 0.05
@@ -95,3 +96,16 @@ def test_ctc_divides_by_the_length_of_the_target(mode: str, criterion: Any, time
         return criterion(logs, targets[rows], given, lengths[rows])
 
     train(nn.Linear(6, 4), mode, criterion, loss_of, torch.randn(B, time, 6) * 3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_for_each_token_of_no_samples(reduction: str) -> None:
+    losses = per_sample_losses(
+        torch.zeros(0, T),
+        rows=0,
+        samples=0,
+        targets=torch.zeros(0, T, dtype=torch.long),
+        ignore_index=-100,
+        reduction=reduction,
+    )
+    assert losses.shape == (0,)

@@ -1,13 +1,16 @@
-"""What FSDP2 keeps of a running pass: where its units stand, and how they get out of a failed one.
+"""FSDP2's running passes: where units stand, what they reduce, how they get out of a failed one.
 
 Only private parts of torch say so.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from opacus.core.platform.sharded import is_fsdp
@@ -34,6 +37,33 @@ def has_open_backward(model: nn.Module) -> bool:
     """Whether a backward pass has come to units of FSDP2, and has not ended there."""
     contexts = [getattr(fsdp_state(root), "_state_ctx", None) for root in _outermost(model)]
     return any(getattr(c, "post_backward_final_callback_queued", False) for c in contexts)
+
+
+@contextmanager
+def reduced_as_a_whole(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 reduce all trainable parameters of a unit each time it comes by in a backward pass.
+
+    It reduces those that have a gradient, in one call. A layer that only some ranks' batches take
+    (an expert, a second modality), or take in only one of several calls of the model, would give
+    that call another size on each rank, which would hang or add up the wrong numbers. So
+    parameters without a gradient get zeros there. No rank asks another one.
+    """
+    groups = [g for state in fsdp_states(model) for g in groups_of(state) if g is not None]
+    for group in groups:
+        group.post_backward = functools.partial(_reduce_all, group)
+    try:
+        yield
+    finally:
+        for group in groups:
+            del group.post_backward
+
+
+def _reduce_all(group: Any, *unused: Any) -> None:
+    for state in group.fsdp_params:
+        whole = getattr(state, "_unsharded_param", None)  # none, if the unit has never run
+        if whole is not None and whole.grad is None and state.sharded_param.requires_grad:
+            whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group)
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class ModelRanks:
     index: int
     count: int
     device: torch.device
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold each sample: those along the tensor-parallel axes."""
+        return math.prod(dist.get_world_size(group) for group in self.tensor)
 
     def gather(self, values: Tensor) -> Tensor:
         """``[n]`` of each rank of the data axes -> ``[count, n]``, a collective an axis."""

@@ -180,7 +180,10 @@ class Single:
     def noised_count(self, std: float, count: Tensor) -> Tensor:
         """A count of this rank's samples, in place with the noise that is due to it here."""
         number = self.key.advance(COUNT)
-        if std and self.draws_shared_noise():
+        if not std:
+            return count
+        self.key.agree()  # all ranks do, also those that draw nothing
+        if self.draws_shared_noise():
             add_noise(std, [(count, count, "")], self.key, COUNT, self.secure_mode, number)
         return count
 

@@ -96,7 +96,11 @@ class WhoseRows:
             return outputs
         follower = self._follower if self._follows and not recomputed else None
         first = outputs[0]
-        if follower is None or first.shape[:1] != (1,) or not follower.knows(spec, first):
+        # In a block that runs again rows are whose they were, though nothing is followed.
+        known = recomputed and spec.name in use.forward_pass.moved
+        if follower is not None and first.shape[:1] == (1,):
+            known = follower.knows(spec, first)
+        if not known:
             outputs = [self._spread(use, output, inputs) for output in outputs]
         if follower is not None:
             try:

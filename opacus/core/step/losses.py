@@ -96,7 +96,7 @@ def per_sample_losses(
         )
     if losses.dim() == 1:
         return losses
-    flat = losses.reshape(losses.shape[0], -1)
+    flat = losses.flatten(1)  # also of no samples
     if reduction == "sum" or flat.shape[1] == 0:
         return flat.sum(1)
     if ignore_index is None or not isinstance(targets, Tensor) or targets.numel() != flat.numel():

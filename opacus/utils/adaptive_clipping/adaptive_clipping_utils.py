@@ -104,7 +104,8 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         std = batch * COUNT_STD
         spend_on_count(privacy, std)
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
-        fraction = private_fraction(centred_count(within), std, batch, parallelism, norms.device)
+        count = centred_count(within) / self.module.copies_of_samples
+        fraction = private_fraction(count, std, batch, parallelism, norms.device)
         self.optimizer.pay_early(self.optimizer.clipped_batches + 1)
         privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)
 

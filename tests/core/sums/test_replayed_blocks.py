@@ -411,3 +411,35 @@ def test_backward_passes_before_the_one_of_a_step() -> None:
     optimizer.zero_grad()
     losses.backward()
     close({n.removeprefix("_module."): p.grad for n, p in model.named_parameters()}, want)
+
+
+class Routed(nn.Module):
+    """A block with an expert that gets the tokens above a threshold: one, of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.expert, self.last = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.threshold = 0.0
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        (chosen,) = torch.where(tokens.detach()[:, 0] >= self.threshold)
+        moved = torch.zeros_like(tokens).index_add(0, chosen, self.expert(tokens[chosen]))
+        output: Tensor = self.last(x + moved.view(x.shape))
+        return output
+
+
+def test_an_expert_with_one_token_in_a_block_that_runs_again() -> None:
+    model = build()
+    model.blocks = nn.ModuleList([Routed()]).double()
+    with torch.no_grad():
+        model.blocks[0].threshold = float(
+            model.blocks[0].norm(model.stem(batch()[0]))[..., 0].max()
+        )
+    grads = oracle.per_sample_gradients(model, loss_of, batch())
+    assert (grads["blocks.0.expert.bias"].flatten(1).norm(dim=1) > 0).sum() == 1
+    clip = float(oracle.norms(grads).median())
+    made = private(model, clip)
+    made[0].held_budget = 0
+    close(step(made), oracle.clipped_sum(grads, clip))
+    assert ways(made[0])["blocks.0.last"] == "replay"
