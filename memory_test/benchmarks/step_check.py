@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memory_test.benchmarks.cases import Way
 from memory_test.benchmarks.contenders import (
     Contender,
     Recipe,
@@ -27,11 +26,14 @@ from memory_test.benchmarks.contenders import (
     next_token_loss,
     plain_model,
 )
+from memory_test.benchmarks.layouts import copies_of, data_rank
+from memory_test.benchmarks.ways import Amount, Way
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
 from memory_test.common.models import SHAPES
 
-SMALL = {"llama": "tiny-llama", "own": "tiny"}
+# By family, and by whether the head is tied.
+SMALL = {("llama", False): "tiny-llama", ("llama", True): "tiny-tied", ("own", False): "tiny"}
 SMALL_BATCH, SMALL_TOKENS = 3, 16
 EPS = 1e-6  # added to the norm by which a clipping factor divides
 # Largest relative errors of norms, and of the clipped sum as a whole.
@@ -41,6 +43,7 @@ TOLERANCES = {
     torch.bfloat16: (2e-2, 5e-2),
     torch.float16: (2e-2, 5e-2),
 }
+FLOAT8_TOLERANCES = (2e-2, 1e-1)  # each stored element is rounded to 4 bits of mantissa
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Expected:
     """The reference.
 
     Attributes:
-        norms: ``[W, B]`` norms of all samples of all ranks.
+        norms: ``[W, B]`` norms of all samples of all ranks that have different ones.
         sums: Clipped sum over all samples by parameter name: this rank's shards, or all of it.
         max_grad_norm: The C it was clipped with.
     """
@@ -98,26 +101,29 @@ class Expected:
 def small_checks(recipe: Recipe, way: Way, runtime: Runtime) -> list[Check]:
     """Compare a small model of the same class with float64; a collective call."""
     shape = SHAPES.get(recipe.suite.model)
-    if shape is None or shape.family not in SMALL:
+    known = None if shape is None else SMALL.get((shape.family, shape.tied))
+    if known is None:
         raise UsageError(f"--model {recipe.suite.model}: only Llama and own shapes can be checked")
-    suite = replace(recipe.suite, model=SMALL[shape.family])
+    suite = replace(recipe.suite, model=known)
     small = replace(
         recipe, suite=suite, tokens=SMALL_TOKENS, batch=SMALL_BATCH, dtype=torch.float32
     )
-    ids = _small_tokens(small, runtime)
+    ids = _small_tokens(small, data_rank(suite, runtime).count, runtime.device)
     expected = _oracle(small, ids, runtime.device)
     small = replace(small, max_grad_norm=expected.max_grad_norm)
     dtypes = dict.fromkeys((torch.float32, recipe.dtype))
+    if way.budget is not None:  # nothing of a small model is held
+        way = replace(way, budget=None, held=Amount(0))
     return [_small_check(replace(small, dtype=d), way, ids, expected, runtime) for d in dtypes]
 
 
-def _small_tokens(recipe: Recipe, runtime: Runtime) -> Tensor:
+def _small_tokens(recipe: Recipe, count: int, device: torch.device) -> Tensor:
     """``[W, B, T]``, the same on all ranks; the first sample repeats one token."""
     vocab = SHAPES[recipe.suite.model].sizes["vocab_size"]
-    shape = (runtime.world_size, recipe.batch, recipe.tokens)
+    shape = (count, recipe.batch, recipe.tokens)
     ids = torch.randint(1, vocab, shape, generator=torch.Generator().manual_seed(7))
     ids[:, 0] = ids[:, 0, :1]  # norms that differ: some are clipped, some are not
-    return ids.to(runtime.device)
+    return ids.to(device)
 
 
 def _oracle(recipe: Recipe, ids: Tensor, device: torch.device) -> Expected:
@@ -144,11 +150,10 @@ def _small_check(
     recipe: Recipe, way: Way, ids: Tensor, expected: Expected, runtime: Runtime
 ) -> Check:
     contender = build(recipe, way, runtime)
-    norms, sums = observe(contender, ids[runtime.rank])
+    norms, sums = observe(contender, ids[contender.data.rank])
     whole = {n: s.full_tensor() if hasattr(s, "full_tensor") else s for n, s in sums.items()}
-    error = _relative(whole, expected.sums, None)
-    name = str(recipe.dtype).removeprefix("torch.")
-    return _compare(f"small {name}", norms, error, expected, recipe.dtype, runtime)
+    error = _relative(whole, expected.sums)
+    return _compare("small", norms, error, expected, recipe.dtype, contender, runtime)
 
 
 def full_truth(
@@ -159,23 +164,25 @@ def full_truth(
     One forward and backward pass for each sample of each rank, in which the other ranks' losses
     have weight zero.
     """
-    world, batch = runtime.world_size, len(ids)
+    world, batch = baseline.data.count, len(ids)
     norms = torch.zeros(world, batch, device=ids.device)
+    copies = _copies(baseline, runtime)
     sums = {n: torch.zeros_like(_local(p), dtype=torch.float32)
             for n, p in baseline.parameters.items()}  # fmt: skip
     for rank in range(world):
         for index in range(batch):
             baseline.park()
             loss = baseline.loss(ids[index : index + 1])
-            (loss * float(rank == runtime.rank)).backward()
-            # FSDP2 divides by the number of ranks.
+            (loss * float(rank == baseline.data.rank)).backward()
+            # FSDP2 divides by the number of ranks that have different samples.
             grads = {n: _local(p.grad).float() * world for n, p in baseline.parameters.items()
                      if p.grad is not None}  # fmt: skip
-            norm = _norm(grads.values(), ids.device, baseline, runtime)
+            squares = sum(g.square().sum().double().cpu() / copies[n] for n, g in grads.items())
+            norm = _over_ranks(torch.as_tensor(squares), baseline, runtime).sqrt()
             norms[rank, index] = norm
-            factor = _factors(norm, max_grad_norm)
+            factor = float(_factors(norm, max_grad_norm))
             for name, grad in grads.items():
-                sums[name].add_(factor * grad)
+                sums[name].add_(grad, alpha=factor)
     baseline.park()
     # On the host: nothing of it may count while modes are timed.
     return Expected(norms, {name: value.cpu() for name, value in sums.items()}, max_grad_norm)
@@ -187,21 +194,23 @@ def full_check(
     """Compare a model that is going to be timed; a collective call."""
     norms, sums = observe(contender, ids)
     local = {name: _local(value) for name, value in sums.items()}
-    sharded = any(hasattr(value, "full_tensor") for value in sums.values())
-    error = _relative(local, expected.sums, runtime if sharded else None)
-    del sums, local
+    del sums
+    error = _relative(local, expected.sums, contender, runtime)
+    del local
     contender.park()
-    name = str(dtype).removeprefix("torch.")
-    return _compare(f"full {name}", norms, error, expected, dtype, runtime)
+    return _compare("full", norms, error, expected, dtype, contender, runtime)
 
 
 def observe(contender: Contender, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """``[B]`` norms of this rank's samples, and the clipped sum before noise, by name."""
     contender.park()
-    contender.loss(ids).backward()
+    contender.backward(ids)
     norms = _norms_seen(contender)
+    count = contender.way.accumulate
+    if count > 1:
+        contender.optimizer._check_skip_next_step()  # what a step would do
     contender.optimizer.clip_and_accumulate()
-    sums = {n: p.summed_grad.detach() for n, p in contender.parameters.items()
+    sums = {n: p.summed_grad.detach() / count for n, p in contender.parameters.items()
             if getattr(p, "summed_grad", None) is not None}  # fmt: skip
     contender.optimizer.reset_accumulation()  # the noise is never added: nothing is stepped
     contender.park()
@@ -217,17 +226,19 @@ def _norms_seen(contender: Contender) -> Tensor:
 
 
 def _compare(
-    what: str, norms: Tensor, sum_error: float, expected: Expected, dtype: torch.dtype,
-    runtime: Runtime,
+    kind: str, norms: Tensor, sum_error: float, expected: Expected, dtype: torch.dtype,
+    contender: Contender, runtime: Runtime,
 ) -> Check:  # fmt: skip
-    want = expected.norms[runtime.rank].to(norms.device)
+    what = f"{kind} {str(dtype).removeprefix('torch.')}"
+    tolerances = FLOAT8_TOLERANCES if contender.way.float8 else TOLERANCES[dtype]
+    want = expected.norms[contender.data.rank].to(norms.device)
     error = float("inf")
     if norms.shape == want.shape:
         error = ((norms.double() - want.double()).abs() / want.double()).max().item()
     finite = [v if v == v else float("inf") for v in (error, sum_error)]  # NaN is not largest
     worst = runtime.largest(finite)
     clipped = int((expected.norms > expected.max_grad_norm).sum())
-    return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], TOLERANCES[dtype])
+    return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], tolerances)
 
 
 def _factors(norms: Tensor, max_grad_norm: float) -> Tensor:
@@ -235,28 +246,40 @@ def _factors(norms: Tensor, max_grad_norm: float) -> Tensor:
 
 
 def _relative(
-    got: Mapping[str, Tensor], want: Mapping[str, Tensor], runtime: Runtime | None
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    contender: Contender | None = None,
+    runtime: Runtime | None = None,
 ) -> float:
-    """``|got - want| / |want|`` over all parameters; over all ranks' shards with ``runtime``."""
-    device = next(iter(got.values())).device
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    """``|got - want| / |want|`` over all parameters; with a contender of its ranks' shards."""
+    shared = contender is not None and runtime is not None
+    copies = _copies(contender, runtime) if shared else dict.fromkeys(want, 1)
+    squares = torch.zeros(2, dtype=torch.float64)
     for name, wanted in want.items():
-        seen, right = got.get(name), wanted.to(device)
+        seen = got.get(name)
+        right = wanted if seen is None else wanted.to(seen.device)
         difference = right if seen is None else seen.to(right.dtype) - right
-        squares += torch.stack([difference.double().square().sum(), right.double().square().sum()])
-    if runtime is not None and runtime.world_size > 1:
-        dist.all_reduce(squares)
-    return (squares[0] / squares[1]).sqrt().item()
+        pair = [difference.double().square().sum(), right.double().square().sum()]
+        squares += torch.stack(pair).cpu() / copies[name]
+    if shared:
+        squares = _over_ranks(squares, contender, runtime)
+    return float((squares[0] / squares[1]).sqrt())
 
 
-def _norm(values: Any, device: torch.device, contender: Contender, runtime: Runtime) -> Tensor:
-    total = torch.zeros((), device=device)
-    for value in values:
-        total += value.square().sum()
-    sharded = any(hasattr(p, "full_tensor") for p in contender.parameters.values())
-    if sharded and runtime.world_size > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
+def _over_ranks(values: Tensor, contender: Contender, runtime: Runtime) -> Tensor:
+    """The sum over ranks that hold shards, on the host."""
+    shards = any(hasattr(p, "full_tensor") for p in contender.parameters.values())
+    if not shards or runtime.world_size == 1:
+        return values
+    moved = values.to(runtime.device)
+    dist.all_reduce(moved)
+    return moved.cpu()
+
+
+def _copies(contender: Contender, runtime: Runtime) -> dict[str, int]:
+    """By parameter: how many ranks hold the same part of it."""
+    return {name: copies_of(p, runtime) if hasattr(p, "full_tensor") else 1
+            for name, p in contender.parameters.items()}  # fmt: skip
 
 
 def _local(tensor: Any) -> Tensor:

@@ -41,7 +41,7 @@ STEP: Kinds = {
 }  # fmt: skip
 MEASURED: Kinds = {"ms": dict, "peak_gb": NUMBER}
 RATIOS: Kinds = {"ratio": NUMBER, "ratio_quartiles": list, "memory_ratio": NUMBER}
-STATUSES = ("ok", "refused", "out_of_memory")
+STATUSES = ("ok", "refused", "out_of_memory", "failed")
 BASE = "no_dp"
 CELL: Kinds = {
     "model": str, "parameters": int, "trainable_parameters": int, "batch": int, "tokens": int,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from memory_test.benchmarks import plot, step_results, step_timing, steps
-from memory_test.benchmarks.cases import SUITES, Cell, Way, cells_of, suite_of, ways_of
+from memory_test.benchmarks.cases import SUITES, Cell, cells_of, suite_of
 from memory_test.benchmarks.contenders import Recipe
 from memory_test.benchmarks.step_check import small_checks
 from memory_test.benchmarks.step_timing import Plan, Taken, measure_cell
+from memory_test.benchmarks.ways import Way, ways_of
 from memory_test.common import schema
 from memory_test.common.failures import EXIT_FAILED, EXIT_MEMORY, EXIT_USAGE, UsageError
 from memory_test.common.launch import Runtime
@@ -154,10 +155,10 @@ def test_contenders_take_turns(monkeypatch):
 def test_memory_that_runs_out_is_recorded(tmp_path, monkeypatch):
     inner = step_timing.build
 
-    def build(recipe, way, runtime):
+    def build(recipe, way, runtime, peak=0.0):
         if way.private:
             raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
-        return inner(recipe, way, runtime)
+        return inner(recipe, way, runtime, peak)
 
     monkeypatch.setattr(step_timing, "build", build)
     status, found = here(tmp_path, "--suite", "tiny-single")
