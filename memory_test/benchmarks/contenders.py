@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from memory_test.benchmarks.cases import Suite
 from memory_test.benchmarks.layouts import DataRank, adapt, blocks, data_rank, sharded
+from memory_test.benchmarks.made_private import limit, make_private
 from memory_test.benchmarks.ways import Way
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
@@ -169,8 +169,12 @@ def build(recipe: Recipe, way: Way, runtime: Runtime, peak: float = 0.0) -> Cont
     place = data_rank(suite, runtime)
     contender = Contender(way, model, optimizer, criterion, trainable, vocab, place, device)
     if way.private:
-        _make_private(contender, recipe)
-        _limit(contender, peak)
+        objects = {"module": model, "optimizer": optimizer, "criterion": criterion}
+        made = make_private(way, objects, place, recipe.batch, recipe.max_grad_norm)
+        contender.model, contender.optimizer = made[:2]
+        if len(made) == 4:
+            contender.criterion, contender.told_shape = made[2], True
+        limit(contender.model, way, peak, device)
     return contender
 
 
@@ -192,46 +196,6 @@ def _take_logits(model: Any, suite: Suite) -> None:
     if linear_head(model) is None:
         raise UsageError(f"nologits: {suite.model} has no head for it; tiny-llama has, say")
     without_logits(model)
-
-
-def _limit(contender: Contender, peak: float) -> None:
-    """Set what the way says about memory."""
-    way, model = contender.way, contender.model
-    if way.float8:
-        model.stored_dtype = "float8"
-    if way.held is not None:
-        model.held_budget = way.held.bytes()
-    if way.budget is not None and contender.device.type == "cuda":
-        model.memory_budget = way.budget.bytes(peak)
-    elif way.budget is not None:
-        model.held_budget = max(0, way.budget.bytes(peak) - int(peak))
-
-
-def _make_private(contender: Contender, recipe: Recipe) -> None:
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    from opacus import PrivacyEngine
-
-    data = contender.data
-    samples = TensorDataset(torch.zeros(64 * recipe.batch * data.count, 1))
-    sampler: Any = DistributedSampler(samples, data.count, data.rank)
-    options = {"deferred_norm": True} if contender.way.deferred else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about data loaders; the data are random here
-        made = PrivacyEngine().make_private(
-            module=contender.model,
-            optimizer=contender.optimizer,
-            criterion=contender.criterion,
-            data_loader=DataLoader(samples, batch_size=recipe.batch, sampler=sampler),
-            noise_multiplier=1.0,
-            max_grad_norm=recipe.max_grad_norm,
-            grad_sample_mode=contender.way.mode,
-            poisson_sampling=False,
-            **options,
-        )
-    contender.model, contender.optimizer = made[0], made[1]
-    if len(made) == 4:
-        contender.criterion, contender.told_shape = made[2], True
 
 
 def next_token_loss(model: Any, ids: Tensor) -> Tensor:

@@ -35,13 +35,20 @@ def data_rank(suite: Suite, runtime: Runtime) -> DataRank:
     return DataRank(runtime.rank // sharers, runtime.world_size // sharers)
 
 
+def check_ranks(suite: Suite, world: int) -> None:
+    """Raise a :class:`UsageError` if the model cannot be spread over so many ranks."""
+    halves = suite.wrapping in ("hsdp", "tp")
+    if halves and world % 2:
+        raise UsageError(f"--wrapping {suite.wrapping}: an even number of ranks, not {world}")
+
+
 def sharded(
     model: nn.Module, suite: Suite, way: Way, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """``model``, sharded by FSDP2 as ``suite`` and ``way`` say.
 
     Raises:
-        UsageError: Not for so many ranks, or not for this model.
+        UsageError: Not this model.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -55,7 +62,7 @@ def sharded(
     if suite.half:
         model = model.to(dtype)
     if suite.wrapping == "hsdp":
-        options["mesh"] = _mesh(device.type, "replicate", "shard", first=2)
+        options["mesh"] = _mesh(device.type, (2, -1), ("replicate", "shard"))
     if suite.wrapping == "tp":
         options["mesh"] = _split(model, device.type)
     if way.private:
@@ -97,7 +104,7 @@ def _split(model: nn.Module, kind: str) -> Any:
     found = [block for block in blocks(model) if hasattr(block, "self_attn")]
     if not found:
         raise UsageError("--wrapping tp: only Llama shapes are split, such as tiny-llama")
-    mesh = _mesh(kind, "dp", "tp", last=TP_RANKS)
+    mesh = _mesh(kind, (-1, TP_RANKS), ("dp", "tp"))
     for block in found:
         for name, layer in block.named_modules():
             kinds = {**dict.fromkeys(SPLIT_OUTPUTS, ColwiseParallel),
@@ -109,15 +116,13 @@ def _split(model: nn.Module, kind: str) -> Any:
 
 
 @functools.cache  # each mesh has groups of ranks of its own
-def _mesh(kind: str, *names: str, first: int = 0, last: int = 0) -> Any:
+def _mesh(kind: str, shape: tuple[int, int], names: tuple[str, str]) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    world = dist.get_world_size()
-    if world % (first or last):
-        raise UsageError(f"--wrapping: {world} ranks are not a multiple of {first or last}")
-    shape = (first, world // first) if first else (world // last, last)
-    return init_device_mesh(kind, shape, mesh_dim_names=names)
+    rest = dist.get_world_size() // max(shape)
+    sizes = tuple(rest if size < 0 else size for size in shape)
+    return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
 class Adapted(nn.Module):

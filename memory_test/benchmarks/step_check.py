@@ -10,23 +10,16 @@ Two checks, both by means that share nothing with the package:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from memory_test.benchmarks.contenders import (
-    Contender,
-    Recipe,
-    build,
-    next_token_loss,
-    plain_model,
-)
-from memory_test.benchmarks.layouts import copies_of, data_rank
+from memory_test.benchmarks.contenders import Contender, Recipe, build
+from memory_test.benchmarks.layouts import data_rank
+from memory_test.benchmarks.step_truth import Expected, copies_by_name, local, oracle, over_ranks
 from memory_test.benchmarks.ways import Amount, Way
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
@@ -35,7 +28,6 @@ from memory_test.common.models import SHAPES
 # By family, and by whether the head is tied.
 SMALL = {("llama", False): "tiny-llama", ("llama", True): "tiny-tied", ("own", False): "tiny"}
 SMALL_BATCH, SMALL_TOKENS = 3, 16
-EPS = 1e-6  # added to the norm by which a clipping factor divides
 # Largest relative errors of norms, and of the clipped sum as a whole.
 TOLERANCES = {
     torch.float64: (1e-3, 1e-3),
@@ -83,21 +75,6 @@ class Check:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The reference.
-
-    Attributes:
-        norms: ``[W, B]`` norms of all samples of all ranks that have different ones.
-        sums: Clipped sum over all samples by parameter name: this rank's shards, or all of it.
-        max_grad_norm: The C it was clipped with.
-    """
-
-    norms: Tensor
-    sums: Mapping[str, Tensor]
-    max_grad_norm: float
-
-
 def small_checks(recipe: Recipe, way: Way, runtime: Runtime) -> list[Check]:
     """Compare a small model of the same class with float64; a collective call."""
     shape = SHAPES.get(recipe.suite.model)
@@ -109,7 +86,7 @@ def small_checks(recipe: Recipe, way: Way, runtime: Runtime) -> list[Check]:
         recipe, suite=suite, tokens=SMALL_TOKENS, batch=SMALL_BATCH, dtype=torch.float32
     )
     ids = _small_tokens(small, data_rank(suite, runtime).count, runtime.device)
-    expected = _oracle(small, ids, runtime.device)
+    expected = oracle(small, ids, runtime.device)
     small = replace(small, max_grad_norm=expected.max_grad_norm)
     dtypes = dict.fromkeys((torch.float32, recipe.dtype))
     if way.budget is not None:  # nothing of a small model is held
@@ -126,66 +103,14 @@ def _small_tokens(recipe: Recipe, count: int, device: torch.device) -> Tensor:
     return ids.to(device)
 
 
-def _oracle(recipe: Recipe, ids: Tensor, device: torch.device) -> Expected:
-    """Float64 autograd, one sample at a time; C between the smallest and the largest norm."""
-    model = copy.deepcopy(plain_model(recipe, device)[0]).double()
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for sample in ids.flatten(0, 1):
-        loss = next_token_loss(model, sample[None])
-        rows.append(torch.autograd.grad(loss, list(named.values()), materialize_grads=True))
-    norms = torch.stack([torch.stack([g.norm() for g in row]).norm() for row in rows])
-    bound = float(norms.min() + norms.max()) / 2
-    factors = _factors(norms, bound)
-    sums = {
-        name: sum(
-            (c * g for c, g in zip(factors, column, strict=True)), torch.zeros_like(column[0])
-        )
-        for name, column in zip(named, zip(*rows, strict=True), strict=True)
-    }
-    return Expected(norms.view(ids.shape[:2]), sums, bound)
-
-
 def _small_check(
     recipe: Recipe, way: Way, ids: Tensor, expected: Expected, runtime: Runtime
 ) -> Check:
     contender = build(recipe, way, runtime)
     norms, sums = observe(contender, ids[contender.data.rank])
     whole = {n: s.full_tensor() if hasattr(s, "full_tensor") else s for n, s in sums.items()}
-    error = _relative(whole, expected.sums)
+    error = _relative(whole, expected.sums, contender, None)
     return _compare("small", norms, error, expected, recipe.dtype, contender, runtime)
-
-
-def full_truth(
-    baseline: Contender, ids: Tensor, max_grad_norm: float, runtime: Runtime
-) -> Expected:
-    """Norms and clipped sum by the non-private model; a collective call.
-
-    One forward and backward pass for each sample of each rank, in which the other ranks' losses
-    have weight zero.
-    """
-    world, batch = baseline.data.count, len(ids)
-    norms = torch.zeros(world, batch, device=ids.device)
-    copies = _copies(baseline, runtime)
-    sums = {n: torch.zeros_like(_local(p), dtype=torch.float32)
-            for n, p in baseline.parameters.items()}  # fmt: skip
-    for rank in range(world):
-        for index in range(batch):
-            baseline.park()
-            loss = baseline.loss(ids[index : index + 1])
-            (loss * float(rank == baseline.data.rank)).backward()
-            # FSDP2 divides by the number of ranks that have different samples.
-            grads = {n: _local(p.grad).float() * world for n, p in baseline.parameters.items()
-                     if p.grad is not None}  # fmt: skip
-            squares = sum(g.square().sum().double().cpu() / copies[n] for n, g in grads.items())
-            norm = _over_ranks(torch.as_tensor(squares), baseline, runtime).sqrt()
-            norms[rank, index] = norm
-            factor = float(_factors(norm, max_grad_norm))
-            for name, grad in grads.items():
-                sums[name].add_(grad, alpha=factor)
-    baseline.park()
-    # On the host: nothing of it may count while modes are timed.
-    return Expected(norms, {name: value.cpu() for name, value in sums.items()}, max_grad_norm)
 
 
 def full_check(
@@ -193,10 +118,10 @@ def full_check(
 ) -> Check:
     """Compare a model that is going to be timed; a collective call."""
     norms, sums = observe(contender, ids)
-    local = {name: _local(value) for name, value in sums.items()}
+    parts = {name: local(value) for name, value in sums.items()}
     del sums
-    error = _relative(local, expected.sums, contender, runtime)
-    del local
+    error = _relative(parts, expected.sums, contender, runtime)
+    del parts
     contender.park()
     return _compare("full", norms, error, expected, dtype, contender, runtime)
 
@@ -210,8 +135,10 @@ def observe(contender: Contender, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
     if count > 1:
         contender.optimizer._check_skip_next_step()  # what a step would do
     contender.optimizer.clip_and_accumulate()
-    sums = {n: p.summed_grad.detach() / count for n, p in contender.parameters.items()
+    sums = {n: p.summed_grad.detach() for n, p in contender.parameters.items()
             if getattr(p, "summed_grad", None) is not None}  # fmt: skip
+    if count > 1:  # each of them the same batch
+        sums = {name: value / count for name, value in sums.items()}
     contender.optimizer.reset_accumulation()  # the noise is never added: nothing is stepped
     contender.park()
     return norms, sums
@@ -241,19 +168,14 @@ def _compare(
     return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], tolerances)
 
 
-def _factors(norms: Tensor, max_grad_norm: float) -> Tensor:
-    return (max_grad_norm / (norms + EPS)).clamp(max=1.0)
-
-
 def _relative(
     got: Mapping[str, Tensor],
     want: Mapping[str, Tensor],
-    contender: Contender | None = None,
-    runtime: Runtime | None = None,
+    contender: Contender,
+    runtime: Runtime | None,
 ) -> float:
-    """``|got - want| / |want|`` over all parameters; with a contender of its ranks' shards."""
-    shared = contender is not None and runtime is not None
-    copies = _copies(contender, runtime) if shared else dict.fromkeys(want, 1)
+    """``|got - want| / |want|`` over all parameters; with ``runtime``, over all ranks' shards."""
+    copies = copies_by_name(contender, runtime) if runtime else dict.fromkeys(want, 1)
     squares = torch.zeros(2, dtype=torch.float64)
     for name, wanted in want.items():
         seen = got.get(name)
@@ -261,26 +183,6 @@ def _relative(
         difference = right if seen is None else seen.to(right.dtype) - right
         pair = [difference.double().square().sum(), right.double().square().sum()]
         squares += torch.stack(pair).cpu() / copies[name]
-    if shared:
-        squares = _over_ranks(squares, contender, runtime)
+    if runtime:
+        squares = over_ranks(squares, contender, runtime)
     return float((squares[0] / squares[1]).sqrt())
-
-
-def _over_ranks(values: Tensor, contender: Contender, runtime: Runtime) -> Tensor:
-    """The sum over ranks that hold shards, on the host."""
-    shards = any(hasattr(p, "full_tensor") for p in contender.parameters.values())
-    if not shards or runtime.world_size == 1:
-        return values
-    moved = values.to(runtime.device)
-    dist.all_reduce(moved)
-    return moved.cpu()
-
-
-def _copies(contender: Contender, runtime: Runtime) -> dict[str, int]:
-    """By parameter: how many ranks hold the same part of it."""
-    return {name: copies_of(p, runtime) if hasattr(p, "full_tensor") else 1
-            for name, p in contender.parameters.items()}  # fmt: skip
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

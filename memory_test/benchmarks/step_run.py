@@ -14,6 +14,7 @@ import torch
 
 from memory_test.benchmarks.cases import Cell, Suite
 from memory_test.benchmarks.contenders import Recipe, plain_model
+from memory_test.benchmarks.layouts import check_ranks
 from memory_test.benchmarks.step_check import Check
 from memory_test.benchmarks.step_results import label, ratios, rows_of, title
 from memory_test.benchmarks.step_timing import Plan, measure_cell
@@ -43,6 +44,7 @@ def run_suite(args: argparse.Namespace, suite: Suite, runtime: Runtime) -> dict[
     Raises:
         UsageError: A mode, the model or the reference is not available.
     """
+    check_ranks(suite, runtime.world_size)
     for way in suite.ways:
         resolve_mode(way.mode, runtime.world_size)
     if args.reference is not None:
@@ -161,7 +163,8 @@ def _line(row: dict[str, Any]) -> str:
         memory += f"; of {like['mode']} {like['ratio']:.3f}x, {like['memory_ratio']:.3f}x memory"
     low, high = row["ms"]["quartiles"]
     times = f"{row['ms']['median']:.2f} ms ({low:.2f} to {high:.2f})"
-    return f"{times}{ratio}, peak {row['peak_gb']:.2f} GB{memory}"
+    limit = f" of {row['budget_gib']:.2f}" if "budget_gib" in row else ""
+    return f"{times}{ratio}, peak {row['peak_gb']:.2f}{limit} GB{memory}"
 
 
 def _say(runtime: Runtime, text: str) -> None:

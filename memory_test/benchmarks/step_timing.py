@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from memory_test.benchmarks.cases import Cell
 from memory_test.benchmarks.contenders import Contender, Recipe, build
-from memory_test.benchmarks.step_check import Check, Expected, full_check, full_truth, small_checks
+from memory_test.benchmarks.step_check import Check, full_check, small_checks
+from memory_test.benchmarks.step_truth import Expected, full_truth
 from memory_test.benchmarks.ways import GIB, Way
 from memory_test.common.failures import UsageError, is_out_of_memory
 from memory_test.common.launch import Runtime
@@ -92,14 +93,14 @@ def measure_cell(
             with _failing(one, runtime):
                 if one.way not in known:
                     known[one.way] = small_checks(recipe, one.way, runtime)
+                    _forget_compiled([one.way])
                 _judge(one, known[one.way])
     rounds = plan.rounds or int(any(way.budget is not None for way in ways))
     bench = _Bench(recipe, cell, replace(plan, rounds=rounds), runtime)
     try:
         (bench.in_rounds if rounds else bench.step_by_step)(taken)
     finally:
-        if any(way.compiles for way in ways):
-            torch._dynamo.reset()  # it holds on to models
+        _forget_compiled(ways)
         _clear(runtime)
     return taken
 
@@ -136,6 +137,7 @@ class _Bench:
                         self._time(one, contender)
                 del contender
                 self.resident_mb.pop(one.way, None)
+                _forget_compiled([one.way])
                 _clear(self.runtime)
 
     def _ready(self, one: Taken) -> Contender | None:
@@ -242,6 +244,12 @@ def _frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _forget_compiled(ways: Iterable[Way]) -> None:
+    """Dynamo holds on to models, and compiles no more than some of a kind."""
+    if any(way.compiles for way in ways):
+        torch._dynamo.reset()
 
 
 def _clear(runtime: Runtime) -> None:

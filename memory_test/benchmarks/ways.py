@@ -23,7 +23,7 @@ class Amount:
 
     def bytes(self, peak: float = 0.0) -> int:
         """As bytes, where the non-private step needs ``peak`` bytes."""
-        return int(self.number * (peak if self.of_peak else GIB))
+        return round(self.number * (peak if self.of_peak else GIB))
 
     def __str__(self) -> str:
         return f"{self.number:g}{'x' if self.of_peak else 'GiB'}"
