@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from memory_test.benchmarks.ways import Way, baselines_of, ways_of
 from memory_test.common.failures import UsageError
 
-EAGER, COMPILED = "no_dp", "no_dp_compiled"
-BASELINES = (EAGER, COMPILED)
-DEFERRED = "+deferred"
-COMPILED_BLOCKS = "+compiled"
-WRAPPINGS = ("blocks", "leaves", "single")
+WRAPPINGS = ("blocks", "leaves", "single", "hsdp", "tp")
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -25,29 +24,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train: a mode, with immediate or deferred norms.
-
-    Attributes:
-        mode: ``"no_dp"``, ``"no_dp_compiled"`` or a ``grad_sample_mode``.
-        deferred: Whether norms wait for the end of the backward pass.
-        compiled: Whether the blocks of a private model are compiled.
-    """
-
-    mode: str
-    deferred: bool = False
-    compiled: bool = False
-
-    @property
-    def private(self) -> bool:
-        """Whether gradients are clipped and noised."""
-        return self.mode not in BASELINES
-
-    def __str__(self) -> str:
-        return self.mode + DEFERRED * self.deferred + COMPILED_BLOCKS * self.compiled
-
-
-@dataclass(frozen=True)
 class Suite:
     """Cells of one model that are measured in one run.
 
@@ -56,11 +32,16 @@ class Suite:
         cells: What is measured, small ones first.
         ways: Private modes; the non-private steps are always added.
         wrapping: ``"blocks"`` or ``"leaves"``: the private model is sharded by FSDP2, a block or
-            a layer at a time (the non-private one always a block at a time); ``"single"``: one
-            process.
+            a layer at a time (the non-private one always a block at a time); ``"hsdp"``: two
+            replicas, each sharded over half of the ranks; ``"tp"``: layers of blocks split over
+            pairs of ranks, and FSDP2 over the pairs; ``"single"``: one process, with parameters
+            in the timed type.
         lora_rank: Adapters of this rank are trained instead of the weights; 0 for none.
         checkpointing: Compute activations of a block again in the backward pass.
         compiled: Whether the non-private step is also measured with compiled blocks.
+        rounds: See ``--rounds``.
+        half: Whether parameters have the timed type under FSDP2 too, instead of fp32.
+        optimizer: One of :data:`OPTIMIZERS`.
     """
 
     model: str
@@ -70,6 +51,9 @@ class Suite:
     lora_rank: int = 0
     checkpointing: bool = False
     compiled: bool = True
+    rounds: int = 0
+    half: bool = False
+    optimizer: str = "sgd"
 
     @property
     def sharded(self) -> bool:
@@ -77,8 +61,8 @@ class Suite:
         return self.wrapping != "single"
 
     def baselines(self) -> tuple[Way, ...]:
-        """The non-private steps; the eager one first, all ratios are to it."""
-        return tuple(Way(mode) for mode in (BASELINES if self.compiled else (EAGER,)))
+        """The non-private steps; an eager one first, all ratios are to it."""
+        return baselines_of(self.ways, self.compiled)
 
 
 def cells_of(text: str) -> tuple[Cell, ...]:
@@ -96,26 +80,6 @@ def cells_of(text: str) -> tuple[Cell, ...]:
     if not all(cell.batch > 0 and cell.tokens > 1 for cell in cells):
         raise UsageError(f"--cells {text}: at least 1 sample of 2 tokens")
     return cells
-
-
-def ways_of(text: str) -> tuple[Way, ...]:
-    """Private modes from ``"ghost_fsdp_bk,ghost_fsdp+deferred,ghost_bk+compiled"``.
-
-    Raises:
-        UsageError: One of them is not private.
-    """
-    names = [name for name in text.split(",") if name]
-    ways = tuple(_way_of(name) for name in names)
-    for way in ways:
-        if not way.private:
-            raise UsageError(f"--modes {way}: non-private steps are measured anyway")
-    return ways
-
-
-def _way_of(name: str) -> Way:
-    plain = name.removesuffix(COMPILED_BLOCKS)
-    mode = plain.removesuffix(DEFERRED)
-    return Way(mode, deferred=mode != plain, compiled=plain != name)
 
 
 # Targets of single-backward modes: time and peak memory as multiples of the best eager non-private
@@ -136,8 +100,25 @@ OTHER_TARGETS: dict[tuple[str, int, Cell], tuple[float, float | None]] = {
 }
 
 _FSDP = ways_of("ghost_fsdp_bk,flash_fsdp_bk")
+_BK = "ghost_fsdp_bk"
+_BOTH = f"{_BK},{_BK}+compiled"
 _SINGLE = ways_of("ghost_bk,flash_bk,ghost,hooks")
 _TARGETS = cells_of("1x4096,4x1024,16x512,1x8192,16x1024,4x4096,2x8192")
+
+
+def _budgets(*shares: float) -> str:
+    return ",".join(["ghost_fsdp", _BK, f"{_BK}+float8", *(f"{_BK}+budget={s}x" for s in shares)])
+
+
+def _like(model: str, cells: str, ways: str, **more: Any) -> Suite:
+    """Each way beside the non-private step with the same features."""
+    return Suite(model, cells_of(cells), ways_of(ways), **{"compiled": False, **more})
+
+
+def _large(model: str, cells: str, ways: str, **more: Any) -> Suite:
+    """The same of models of which only one at a time leaves the card's memory to it."""
+    return _like(model, cells, ways, rounds=1, **more)
+
 
 SUITES: dict[str, Suite] = {
     "fsdp-1b": Suite("llama3-1b", _TARGETS, _FSDP),
@@ -155,6 +136,24 @@ SUITES: dict[str, Suite] = {
     "tiny-fsdp": Suite("tiny", cells_of("2x16"), _FSDP[:1], compiled=False),
     "tiny-single": Suite("tiny", cells_of("2x16"), ways_of("ghost_bk"), wrapping="single",
                          compiled=False),
+    # What these show is in README.md.
+    "full-1b": _like("llama3-1b", "1x4096,16x512,4x4096", _BOTH),
+    "eager-1b": _like("llama3-1b", "1x1024,4x1024,1x8192,16x1024,2x8192", _BK),
+    "nologits-1b": _like("llama3-1b", "4x4096", f"{_BK},{_BK}+nologits"),
+    "accumulation-1b": _like("llama3-1b", "2x1024", f"{_BK}+accumulate=8"),
+    "half-1b": _like("llama3-1b", "1x1024,4x1024,1x4096", "ghost_bk", wrapping="single"),
+    "hsdp-1b": _like("llama3-1b", "4x1024,4x4096", _BK, wrapping="hsdp"),
+    "tp-1b": _like("llama3-1b", "4x1024,4x4096", "ghost_fsdp", wrapping="tp"),
+    "offload-160m": _like("llama-160m", "4x512", f"ghost_fsdp+offload,{_BK}+offload",
+                          optimizer="adamw"),
+    "smollm2": _like("smollm2-135m", "16x512,4x2048", f"{_BOTH},{_BK}+nologits"),
+    "checkpoints-3b": _large("llama3-3b", "1x4096,4x4096", _BOTH, checkpointing=True),
+    "checkpoints-8b": _large("llama3-8b", "1x4096,4x4096", _BOTH, checkpointing=True),
+    "budgets-3b": _large("llama3-3b", "4x4096", _budgets(1.03, 1.15), checkpointing=True),
+    "budgets-8b": _large("llama3-8b", "4x4096", _budgets(1.05, 1.25, 1.6), checkpointing=True),
+    "half-8b": _large("llama3-8b", "1x4096", _BK, checkpointing=True, half=True),
+    "lora-8b": _large("llama3-8b", "4x512,1x2048", _BOTH, lora_rank=16),
+    "lora-8b-checkpoints": _large("llama3-8b", "4x2048", _BK, lora_rank=16, checkpointing=True),
 }  # fmt: skip
 
 

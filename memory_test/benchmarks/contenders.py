@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memory_test.benchmarks.cases import COMPILED, Suite, Way
+from memory_test.benchmarks.cases import Suite
+from memory_test.benchmarks.layouts import DataRank, adapt, blocks, data_rank, sharded
+from memory_test.benchmarks.made_private import limit, make_private
+from memory_test.benchmarks.ways import Way
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
-from memory_test.common.memory import size_of
+from memory_test.common.memory import local_tensors, size_of
 from memory_test.common.models import ModelRequest, build_model, vocabulary
 
 LEARNING_RATE = 1e-5
 SEED = 0
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ class Contender:
         criterion: The loss; that of ``make_private`` if that gave one.
         parameters: Trainable parameters by name in the plain model.
         vocab: Number of tokens in the vocabulary.
-        told_shape: Whether the criterion needs the shape of the logits.
+        data: Which samples this rank has.
+        device: Where it computes.
+        told_shape: Whether the criterion is that of ``make_private``, which needs the shape of
+            logits.
     """
 
     way: Way
@@ -61,10 +68,15 @@ class Contender:
     criterion: Any
     parameters: dict[str, nn.Parameter]
     vocab: int
+    data: DataRank
+    device: torch.device
     told_shape: bool = False
 
     def loss(self, ids: Tensor) -> Any:
         """Loss of predicting the next token; ``ids`` ``[B, T]``."""
+        if self.way.nologits:
+            losses = self.model(input_ids=ids, labels=ids).loss  # [B]
+            return self.criterion(losses) if self.told_shape else losses.mean()
         output = self.model(input_ids=ids)
         logits = getattr(output, "logits", output)[:, :-1]
         shape = {"shape": tuple(logits.shape)} if self.told_shape else {}
@@ -75,21 +87,63 @@ class Contender:
     def step(self, ids: Tensor) -> None:
         """One whole training step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss(ids).backward()
+        self.backward(ids)
         self.optimizer.step()
+
+    def backward(self, ids: Tensor) -> None:
+        """All that comes before a step: ``ids`` once for each physical batch."""
+        if self.way.accumulate == 1:
+            self.loss(ids).backward()
+            return
+        for left in reversed(range(self.way.accumulate)):
+            self._physical(ids, left)
+
+    def _physical(self, ids: Tensor, left: int) -> None:
+        """A physical batch that ``left`` others of its step follow."""
+        if not self.way.private:
+            if hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(not left)
+            (self.loss(ids) / self.way.accumulate).backward()
+            return
+        self.optimizer.signal_skip_step(left > 0)
+        self.loss(ids).backward()
+        if left:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def park(self) -> None:
         """Give back all memory but that of the weights and the optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def ids(self, batch: int, tokens: int) -> Tensor:
+        """A random ``[batch, tokens]`` batch: each part of the data another, the same each time."""
+        generator = torch.Generator(self.device).manual_seed(1000 + self.data.rank)
+        shape = (batch, tokens)
+        return torch.randint(1, self.vocab, shape, generator=generator, device=self.device)
+
     def resident_bytes(self) -> int:
-        """Memory that stays between steps on this rank."""
+        """Memory of the device that stays between steps on this rank."""
         state = [v for entry in self.optimizer.state.values() for v in entry.values()]
-        return size_of([*self.model.parameters(), *self.model.buffers(), *state])
+        held = local_tensors([*self.model.parameters(), *self.model.buffers(), *state])
+        return size_of(tensor for tensor in held if tensor.device.type == self.device.type)
+
+    def held(self) -> dict[str, Any]:
+        """What the latest step held for the clipped sum: layers by how, and GiB."""
+        planner = getattr(getattr(self.model, "_strategy", None), "planner", None)
+        if planner is None:
+            return {}
+        gib = {"held_gib": planner.held_bytes, "host_gib": planner.host_bytes}
+        return {"ways": planner.report.ways, **{k: round(v / 2**30, 3) for k, v in gib.items()}}
 
 
-def build(recipe: Recipe, way: Way, runtime: Runtime) -> Contender:
+def build(recipe: Recipe, way: Way, runtime: Runtime, peak: float = 0.0) -> Contender:
     """Build, shard and, as ``way`` says, compile or make private. Weights depend on ``SEED`` only.
+
+    Args:
+        recipe: How.
+        way: What.
+        runtime: This process.
+        peak: Bytes that the non-private step needs at its peak, which a budget may depend on.
 
     Raises:
         UsageError: The model or the mode is not available.
@@ -97,15 +151,30 @@ def build(recipe: Recipe, way: Way, runtime: Runtime) -> Contender:
     suite = recipe.suite
     plain, vocab = plain_model(recipe, runtime.device)
     names = [n for n, p in plain.named_parameters() if p.requires_grad]
-    if way.mode == COMPILED or way.compiled:
+    if way.nologits:
+        _take_logits(plain, suite)
+    if way.compiles:
         for block in blocks(plain):
             block.compile(dynamic=False)
-    model: Any = plain.to(recipe.dtype) if not suite.sharded else _sharded(plain, recipe, way)
+    device = runtime.device
+    model: Any = (
+        sharded(plain, suite, way, recipe.dtype, device)
+        if suite.sharded else plain.to(recipe.dtype)
+    )  # fmt: skip
     trainable = dict(zip(names, (p for p in model.parameters() if p.requires_grad), strict=True))
-    optimizer = torch.optim.SGD(trainable.values(), lr=LEARNING_RATE)
-    contender = Contender(way, model, optimizer, nn.CrossEntropyLoss(), trainable, vocab)
+    # One kernel for many parameters takes those of one mesh only.
+    several = {"foreach": False} if suite.wrapping == "tp" else {}
+    optimizer = OPTIMIZERS[suite.optimizer](trainable.values(), lr=LEARNING_RATE, **several)
+    criterion = nn.Identity() if way.nologits else nn.CrossEntropyLoss()
+    place = data_rank(suite, runtime)
+    contender = Contender(way, model, optimizer, criterion, trainable, vocab, place, device)
     if way.private:
-        _make_private(contender, recipe, runtime)
+        objects = {"module": model, "optimizer": optimizer, "criterion": criterion}
+        made = make_private(way, objects, place, recipe.batch, recipe.max_grad_norm)
+        contender.model, contender.optimizer = made[:2]
+        if len(made) == 4:
+            contender.criterion, contender.told_shape = made[2], True
+        limit(contender.model, way, peak, device)
     return contender
 
 
@@ -117,84 +186,16 @@ def plain_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, int]:
     model = build_model(request, device)
     vocab = vocabulary(model, request)
     if suite.lora_rank:
-        model = _with_adapters(model, suite.lora_rank)
+        adapt(model, suite.lora_rank)
     return model, vocab
 
 
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks: members of the outermost module lists."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from blocks(child)
+def _take_logits(model: Any, suite: Suite) -> None:
+    from opacus.losses import linear_head, without_logits
 
-
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UsageError("--lora needs the package peft (pip install peft)") from error
-    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    targets = [name for name in LORA_TARGETS if name in known] or "all-linear"
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
-    model = get_peft_model(model, config)  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        meta = parameter.is_meta  # only counted
-        if parameter.requires_grad and not meta and not parameter.any():
-            # At zero, half of the adapters would have no gradient: nothing to check.
-            nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def _sharded(model: nn.Module, recipe: Recipe, way: Way) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    half = recipe.dtype if recipe.dtype is not torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    if way.private:
-        from opacus.utils.fsdp_utils import FSDP2Wrapper
-
-        leaves = {"use_block_wrapping": False, "wrap_individual_layers": True}
-        options = leaves if recipe.suite.wrapping == "leaves" else {}
-        return FSDP2Wrapper(model, mp_policy=policy, **options)
-    # No code of the package, which could slow what it is compared with.
-    for block in blocks(model):
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
-def _make_private(contender: Contender, recipe: Recipe, runtime: Runtime) -> None:
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    from opacus import PrivacyEngine
-
-    samples = TensorDataset(torch.zeros(64 * recipe.batch * runtime.world_size, 1))
-    sampler: Any = DistributedSampler(samples, runtime.world_size, runtime.rank)
-    options = {"deferred_norm": True} if contender.way.deferred else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about data loaders; the data are random here
-        made = PrivacyEngine().make_private(
-            module=contender.model,
-            optimizer=contender.optimizer,
-            criterion=contender.criterion,
-            data_loader=DataLoader(samples, batch_size=recipe.batch, sampler=sampler),
-            noise_multiplier=1.0,
-            max_grad_norm=recipe.max_grad_norm,
-            grad_sample_mode=contender.way.mode,
-            poisson_sampling=False,
-            **options,
-        )
-    contender.model, contender.optimizer = made[0], made[1]
-    if len(made) == 4:
-        contender.criterion, contender.told_shape = made[2], True
-
-
-def random_ids(vocab: int, batch: int, tokens: int, runtime: Runtime) -> Tensor:
-    """A random ``[B, T]`` batch, another one on each rank, the same for every contender."""
-    generator = torch.Generator(runtime.device).manual_seed(1000 + runtime.rank)
-    shape = (batch, tokens)
-    return torch.randint(1, vocab, shape, generator=generator, device=runtime.device)
+    if linear_head(model) is None:
+        raise UsageError(f"nologits: {suite.model} has no head for it; tiny-llama has, say")
+    without_logits(model)
 
 
 def next_token_loss(model: Any, ids: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks.cases import EAGER, Suite, Way, ways_of
+from memory_test.benchmarks.cases import Suite
+from memory_test.benchmarks.ways import EAGER, Way, ways_of
 from memory_test.common.failures import describe
 from memory_test.common.launch import (
     Runtime,
@@ -86,14 +87,14 @@ def measure(
     """Rows of a setting, the non-private step first; a collective call."""
     import torch
 
-    from memory_test.benchmarks.contenders import Recipe, build, random_ids
+    from memory_test.benchmarks.contenders import Recipe, build
 
     torch.set_num_threads(1)
     suite = Suite(MODEL, (), (), wrapping=SETTINGS[setting][0])
     half = runtime.device.type == "cuda"
     recipe = Recipe(suite, TOKENS, BATCH, torch.bfloat16 if half else torch.float32)
     contenders = [build(recipe, way, runtime) for way in ways]
-    ids = random_ids(contenders[0].vocab, BATCH, TOKENS, runtime)
+    ids = contenders[0].ids(BATCH, TOKENS)
     times: list[list[float]] = [[] for _ in ways]
     operations = []
     for contender in contenders:

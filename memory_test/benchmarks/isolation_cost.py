@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks.cases import Suite, Way
+from memory_test.benchmarks.cases import Suite
+from memory_test.benchmarks.ways import Way
 from memory_test.common.launch import Runtime
 from memory_test.common.schema import head, versions
 
@@ -53,7 +54,7 @@ def measure(mode: str, batch: int, tokens: int) -> dict[str, Any]:
     """Medians of both kinds of steps of one mode."""
     import torch
 
-    from memory_test.benchmarks.contenders import Recipe, build, random_ids
+    from memory_test.benchmarks.contenders import Recipe, build
     from memory_test.common.timing import milliseconds
 
     cuda = torch.cuda.is_available()
@@ -61,7 +62,7 @@ def measure(mode: str, batch: int, tokens: int) -> dict[str, Any]:
     suite = Suite("llama3-1b" if cuda else "thin-llama3-1b", (), (), wrapping="single")
     recipe = Recipe(suite, tokens, batch, torch.bfloat16 if cuda else torch.float32)
     contender = build(recipe, Way(mode), runtime)
-    ids = random_ids(contender.vocab, batch, tokens, runtime)
+    ids = contender.ids(batch, tokens)
 
     def step() -> float:
         return milliseconds(lambda: contender.step(ids), runtime.device)

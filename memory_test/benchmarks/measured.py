@@ -150,10 +150,14 @@ def _in_turn(name: str, row: dict[str, Any]) -> Pair:
 
 
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
+    alone = found["world"] == 1
     for cell in found["cells"]:
+        if alone and cell["wrapping"] != "single":
+            continue  # FSDP2 on one card
         for row in cell["rows"]:
             compiled = "compiled" in row["mode"] or row.get("compiled", False)
-            if row["status"] != "ok" or cell["lora_rank"] or compiled:
+            special = cell["lora_rank"] or compiled or row.get("features")
+            if row["status"] != "ok" or special:
                 continue
             yield Cell(
                 call=name + _kind(cell),
@@ -195,8 +199,10 @@ def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
 
 def _kind(cell: dict[str, Any]) -> str:
     words = (
-        "leaves" * (cell["wrapping"] == "leaves"),
+        cell["wrapping"] if cell["wrapping"] not in ("blocks", "single") else "",
         "checkpointing" * cell["checkpointing"],
+        "half" * cell.get("half", False),
+        "adamw" * (cell.get("optimizer") == "adamw"),
         str(cell.get("call", "")),
     )
     return "".join(f" {word}" for word in words if word)

@@ -19,8 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from memory_test.benchmarks.cases import EAGER
 from memory_test.benchmarks.step_results import label, markdown, read, title
+from memory_test.benchmarks.ways import EAGER
 from memory_test.common.failures import UsageError, describe
 from memory_test.common.results import prepare_folder, write_text
 
@@ -49,7 +49,7 @@ def draw(found: dict[str, Any], png: Path) -> None:
 
 def bars(axes: Axes, cells: Sequence[dict[str, Any]], key: str) -> None:
     """One group of bars for each cell, one colour for each mode."""
-    modes = dict.fromkeys(label(r) for c in cells for r in c["rows"] if r["mode"] != EAGER)
+    modes = dict.fromkeys(label(r) for c in cells for r in c["rows"] if label(r) != EAGER)
     width = 0.8 / max(1, len(modes))
     for number, mode in enumerate(modes):
         rows = [(x, r) for x, c in enumerate(cells) for r in c["rows"]

@@ -109,11 +109,13 @@ def cells_of(path: Path) -> Iterator[Measured]:
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
     for cell in found["cells"]:
         card = _card(found["device"])
-        plain = cell["wrapping"] != "leaves" and not cell["lora_rank"]
+        plain = cell["wrapping"] in ("blocks", "single") and not cell["lora_rank"]
+        plain = plain and cell.get("optimizer", "sgd") == "sgd" and not cell.get("half")
         for row in cell["rows"]:
             ours = not row["private"] or row["package"] == "this package"
             ours = ours and row["status"] == "ok"
-            ours = ours and not row.get("compiled", False)  # which is not modelled
+            # Neither is modelled.
+            ours = ours and not row.get("compiled", False) and not row.get("features")
             if not (card and plain and ours) or cell["model"] not in SHAPES:
                 continue
             # Earlier scripts held the model's output in a variable; those of today do not.

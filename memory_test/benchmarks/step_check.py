@@ -10,30 +10,24 @@ Two checks, both by means that share nothing with the package:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from memory_test.benchmarks.cases import Way
-from memory_test.benchmarks.contenders import (
-    Contender,
-    Recipe,
-    build,
-    next_token_loss,
-    plain_model,
-)
+from memory_test.benchmarks.contenders import Contender, Recipe, build
+from memory_test.benchmarks.layouts import data_rank
+from memory_test.benchmarks.step_truth import Expected, copies_by_name, local, oracle, over_ranks
+from memory_test.benchmarks.ways import Amount, Way
 from memory_test.common.failures import UsageError
 from memory_test.common.launch import Runtime
 from memory_test.common.models import SHAPES
 
-SMALL = {"llama": "tiny-llama", "own": "tiny"}
+# By family, and by whether the head is tied.
+SMALL = {("llama", False): "tiny-llama", ("llama", True): "tiny-tied", ("own", False): "tiny"}
 SMALL_BATCH, SMALL_TOKENS = 3, 16
-EPS = 1e-6  # added to the norm by which a clipping factor divides
 # Largest relative errors of norms, and of the clipped sum as a whole.
 TOLERANCES = {
     torch.float64: (1e-3, 1e-3),
@@ -41,6 +35,7 @@ TOLERANCES = {
     torch.bfloat16: (2e-2, 5e-2),
     torch.float16: (2e-2, 5e-2),
 }
+FLOAT8_TOLERANCES = (2e-2, 1e-1)  # each stored element is rounded to 4 bits of mantissa
 
 
 @dataclass(frozen=True)
@@ -80,105 +75,42 @@ class Check:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The reference.
-
-    Attributes:
-        norms: ``[W, B]`` norms of all samples of all ranks.
-        sums: Clipped sum over all samples by parameter name: this rank's shards, or all of it.
-        max_grad_norm: The C it was clipped with.
-    """
-
-    norms: Tensor
-    sums: Mapping[str, Tensor]
-    max_grad_norm: float
-
-
 def small_checks(recipe: Recipe, way: Way, runtime: Runtime) -> list[Check]:
     """Compare a small model of the same class with float64; a collective call."""
     shape = SHAPES.get(recipe.suite.model)
-    if shape is None or shape.family not in SMALL:
+    known = None if shape is None else SMALL.get((shape.family, shape.tied))
+    if known is None:
         raise UsageError(f"--model {recipe.suite.model}: only Llama and own shapes can be checked")
-    suite = replace(recipe.suite, model=SMALL[shape.family])
+    suite = replace(recipe.suite, model=known)
     small = replace(
         recipe, suite=suite, tokens=SMALL_TOKENS, batch=SMALL_BATCH, dtype=torch.float32
     )
-    ids = _small_tokens(small, runtime)
-    expected = _oracle(small, ids, runtime.device)
+    ids = _small_tokens(small, data_rank(suite, runtime).count, runtime.device)
+    expected = oracle(small, ids, runtime.device)
     small = replace(small, max_grad_norm=expected.max_grad_norm)
     dtypes = dict.fromkeys((torch.float32, recipe.dtype))
+    if way.budget is not None:  # nothing of a small model is held
+        way = replace(way, budget=None, held=Amount(0))
     return [_small_check(replace(small, dtype=d), way, ids, expected, runtime) for d in dtypes]
 
 
-def _small_tokens(recipe: Recipe, runtime: Runtime) -> Tensor:
+def _small_tokens(recipe: Recipe, count: int, device: torch.device) -> Tensor:
     """``[W, B, T]``, the same on all ranks; the first sample repeats one token."""
     vocab = SHAPES[recipe.suite.model].sizes["vocab_size"]
-    shape = (runtime.world_size, recipe.batch, recipe.tokens)
+    shape = (count, recipe.batch, recipe.tokens)
     ids = torch.randint(1, vocab, shape, generator=torch.Generator().manual_seed(7))
     ids[:, 0] = ids[:, 0, :1]  # norms that differ: some are clipped, some are not
-    return ids.to(runtime.device)
-
-
-def _oracle(recipe: Recipe, ids: Tensor, device: torch.device) -> Expected:
-    """Float64 autograd, one sample at a time; C between the smallest and the largest norm."""
-    model = copy.deepcopy(plain_model(recipe, device)[0]).double()
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for sample in ids.flatten(0, 1):
-        loss = next_token_loss(model, sample[None])
-        rows.append(torch.autograd.grad(loss, list(named.values()), materialize_grads=True))
-    norms = torch.stack([torch.stack([g.norm() for g in row]).norm() for row in rows])
-    bound = float(norms.min() + norms.max()) / 2
-    factors = _factors(norms, bound)
-    sums = {
-        name: sum(
-            (c * g for c, g in zip(factors, column, strict=True)), torch.zeros_like(column[0])
-        )
-        for name, column in zip(named, zip(*rows, strict=True), strict=True)
-    }
-    return Expected(norms.view(ids.shape[:2]), sums, bound)
+    return ids.to(device)
 
 
 def _small_check(
     recipe: Recipe, way: Way, ids: Tensor, expected: Expected, runtime: Runtime
 ) -> Check:
     contender = build(recipe, way, runtime)
-    norms, sums = observe(contender, ids[runtime.rank])
+    norms, sums = observe(contender, ids[contender.data.rank])
     whole = {n: s.full_tensor() if hasattr(s, "full_tensor") else s for n, s in sums.items()}
-    error = _relative(whole, expected.sums, None)
-    name = str(recipe.dtype).removeprefix("torch.")
-    return _compare(f"small {name}", norms, error, expected, recipe.dtype, runtime)
-
-
-def full_truth(
-    baseline: Contender, ids: Tensor, max_grad_norm: float, runtime: Runtime
-) -> Expected:
-    """Norms and clipped sum by the non-private model; a collective call.
-
-    One forward and backward pass for each sample of each rank, in which the other ranks' losses
-    have weight zero.
-    """
-    world, batch = runtime.world_size, len(ids)
-    norms = torch.zeros(world, batch, device=ids.device)
-    sums = {n: torch.zeros_like(_local(p), dtype=torch.float32)
-            for n, p in baseline.parameters.items()}  # fmt: skip
-    for rank in range(world):
-        for index in range(batch):
-            baseline.park()
-            loss = baseline.loss(ids[index : index + 1])
-            (loss * float(rank == runtime.rank)).backward()
-            # FSDP2 divides by the number of ranks.
-            grads = {n: _local(p.grad).float() * world for n, p in baseline.parameters.items()
-                     if p.grad is not None}  # fmt: skip
-            norm = _norm(grads.values(), ids.device, baseline, runtime)
-            norms[rank, index] = norm
-            factor = _factors(norm, max_grad_norm)
-            for name, grad in grads.items():
-                sums[name].add_(factor * grad)
-    baseline.park()
-    # On the host: nothing of it may count while modes are timed.
-    return Expected(norms, {name: value.cpu() for name, value in sums.items()}, max_grad_norm)
+    error = _relative(whole, expected.sums, contender, None)
+    return _compare("small", norms, error, expected, recipe.dtype, contender, runtime)
 
 
 def full_check(
@@ -186,23 +118,27 @@ def full_check(
 ) -> Check:
     """Compare a model that is going to be timed; a collective call."""
     norms, sums = observe(contender, ids)
-    local = {name: _local(value) for name, value in sums.items()}
-    sharded = any(hasattr(value, "full_tensor") for value in sums.values())
-    error = _relative(local, expected.sums, runtime if sharded else None)
-    del sums, local
+    parts = {name: local(value) for name, value in sums.items()}
+    del sums
+    error = _relative(parts, expected.sums, contender, runtime)
+    del parts
     contender.park()
-    name = str(dtype).removeprefix("torch.")
-    return _compare(f"full {name}", norms, error, expected, dtype, runtime)
+    return _compare("full", norms, error, expected, dtype, contender, runtime)
 
 
 def observe(contender: Contender, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """``[B]`` norms of this rank's samples, and the clipped sum before noise, by name."""
     contender.park()
-    contender.loss(ids).backward()
+    contender.backward(ids)
     norms = _norms_seen(contender)
+    count = contender.way.accumulate
+    if count > 1:
+        contender.optimizer._check_skip_next_step()  # what a step would do
     contender.optimizer.clip_and_accumulate()
     sums = {n: p.summed_grad.detach() for n, p in contender.parameters.items()
             if getattr(p, "summed_grad", None) is not None}  # fmt: skip
+    if count > 1:  # each of them the same batch
+        sums = {name: value / count for name, value in sums.items()}
     contender.optimizer.reset_accumulation()  # the noise is never added: nothing is stepped
     contender.park()
     return norms, sums
@@ -217,47 +153,36 @@ def _norms_seen(contender: Contender) -> Tensor:
 
 
 def _compare(
-    what: str, norms: Tensor, sum_error: float, expected: Expected, dtype: torch.dtype,
-    runtime: Runtime,
+    kind: str, norms: Tensor, sum_error: float, expected: Expected, dtype: torch.dtype,
+    contender: Contender, runtime: Runtime,
 ) -> Check:  # fmt: skip
-    want = expected.norms[runtime.rank].to(norms.device)
+    what = f"{kind} {str(dtype).removeprefix('torch.')}"
+    tolerances = FLOAT8_TOLERANCES if contender.way.float8 else TOLERANCES[dtype]
+    want = expected.norms[contender.data.rank].to(norms.device)
     error = float("inf")
     if norms.shape == want.shape:
         error = ((norms.double() - want.double()).abs() / want.double()).max().item()
     finite = [v if v == v else float("inf") for v in (error, sum_error)]  # NaN is not largest
     worst = runtime.largest(finite)
     clipped = int((expected.norms > expected.max_grad_norm).sum())
-    return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], TOLERANCES[dtype])
-
-
-def _factors(norms: Tensor, max_grad_norm: float) -> Tensor:
-    return (max_grad_norm / (norms + EPS)).clamp(max=1.0)
+    return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], tolerances)
 
 
 def _relative(
-    got: Mapping[str, Tensor], want: Mapping[str, Tensor], runtime: Runtime | None
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    contender: Contender,
+    runtime: Runtime | None,
 ) -> float:
-    """``|got - want| / |want|`` over all parameters; over all ranks' shards with ``runtime``."""
-    device = next(iter(got.values())).device
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    """``|got - want| / |want|`` over all parameters; with ``runtime``, over all ranks' shards."""
+    copies = copies_by_name(contender, runtime) if runtime else dict.fromkeys(want, 1)
+    squares = torch.zeros(2, dtype=torch.float64)
     for name, wanted in want.items():
-        seen, right = got.get(name), wanted.to(device)
+        seen = got.get(name)
+        right = wanted if seen is None else wanted.to(seen.device)
         difference = right if seen is None else seen.to(right.dtype) - right
-        squares += torch.stack([difference.double().square().sum(), right.double().square().sum()])
-    if runtime is not None and runtime.world_size > 1:
-        dist.all_reduce(squares)
-    return (squares[0] / squares[1]).sqrt().item()
-
-
-def _norm(values: Any, device: torch.device, contender: Contender, runtime: Runtime) -> Tensor:
-    total = torch.zeros((), device=device)
-    for value in values:
-        total += value.square().sum()
-    sharded = any(hasattr(p, "full_tensor") for p in contender.parameters.values())
-    if sharded and runtime.world_size > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        pair = [difference.double().square().sum(), right.double().square().sum()]
+        squares += torch.stack(pair).cpu() / copies[name]
+    if runtime:
+        squares = over_ranks(squares, contender, runtime)
+    return float((squares[0] / squares[1]).sqrt())

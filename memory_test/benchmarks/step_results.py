@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memory_test.benchmarks.cases import EAGER, OTHER_TARGETS, TARGETS, Cell
+from memory_test.benchmarks.cases import OTHER_TARGETS, TARGETS, Cell
 from memory_test.benchmarks.step_timing import Taken
 from memory_test.common.failures import UsageError
 from memory_test.common.schema import check_file
@@ -30,10 +30,32 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def rows_of(taken: Sequence[Taken], package: str = "this package") -> list[dict[str, Any]]:
-    """Rows of one cell, with ratios to its eager non-private step if that was measured."""
-    base = next((one for one in taken if one.way.mode == EAGER and one.times_ms), None)
-    return [_row(one, base, package) for one in taken]
+# Features that a row says with a word of its own.
+SAID = ("deferred", "compiled")
+
+
+def rows_of(
+    taken: Sequence[Taken], package: str = "this package", tokens: int = 0
+) -> list[dict[str, Any]]:
+    """Rows of one cell.
+
+    Args:
+        taken: The first is the non-private step that ratios are to, unless it is private.
+        package: What private ones were measured with.
+        tokens: Of a rank's physical batch, for tokens a second.
+    """
+    plain = [one for one in taken if not one.way.private]
+    base = plain[0] if plain and plain[0].times_ms else None
+    like = {one.way: one for one in plain if one.times_ms}
+    rows = [_row(one, base, package) for one in taken]
+    for row, one in zip(rows, taken, strict=True):
+        same = like.get(one.way.baseline)
+        if row["status"] == "ok" and one.way.private and same is not None:
+            row["like"] = {"mode": str(same.way), **_ratios_to(row, same)}
+        if row["status"] == "ok" and tokens:
+            seconds = row["ms"]["median"] / 1e3
+            row["tokens_per_second"] = round(tokens * one.way.accumulate / seconds)
+    return rows
 
 
 def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
@@ -43,15 +65,22 @@ def _row(one: Taken, base: Taken | None, package: str) -> dict[str, Any]:
         "compiled": one.way.compiled,
         "private": one.way.private,
         "package": package if one.way.private else "torch",
-        "status": "refused" if one.refused else "out_of_memory" if one.error else "ok",
+        "features": [name for name in one.way.features if name not in SAID],
+        "status": one.status,
         "checks": [check.record() for check in one.checks],
     }
     if one.error:
         return {**row, "error": one.error}
-    row |= {"ms": spread(one.times_ms), "peak_gb": round(one.peak_mb / 1024, 3)}
+    row |= {"ms": spread(one.times_ms), "peak_gb": round(one.peak_mb / 1024, 3), **one.held}
+    if one.budget_gib is not None:
+        row["budget_gib"] = one.budget_gib
     if base is not None:
-        row |= ratios(row, spread(base.times_ms), round(base.peak_mb / 1024, 3))
+        row |= _ratios_to(row, base)
     return row
+
+
+def _ratios_to(row: dict[str, Any], base: Taken) -> dict[str, Any]:
+    return ratios(row, spread(base.times_ms), round(base.peak_mb / 1024, 3))
 
 
 def ratios(
@@ -93,8 +122,10 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 def title(cell: dict[str, Any]) -> str:
     """``"llama3-1b 4x4096"``, with adapters and checkpointing if there are any."""
     extra = f" LoRA {cell['lora_rank']}" if cell["lora_rank"] else ""
-    extra += " leaves" if cell["wrapping"] == "leaves" else ""
+    extra += f" {cell['wrapping']}" if cell["wrapping"] not in ("blocks", "single") else ""
     extra += " checkpointing" if cell["checkpointing"] else ""
+    extra += " half" * cell.get("half", False)  # older files lack it
+    extra += " adamw" * (cell.get("optimizer") == "adamw")
     return f"{cell['model']} {cell['batch']}x{cell['tokens']}{extra}"
 
 
@@ -102,6 +133,7 @@ def label(row: dict[str, Any]) -> str:
     """Mode, with the package if it is another one."""
     name = row["mode"] + "+deferred" * row["deferred"]
     name += "+compiled" * row.get("compiled", False)  # older files lack it
+    name = "+".join([name, *row.get("features", ())])
     other = row["private"] and row["package"] != "this package"
     return f"{name} ({row['package']})" if other else name
 
@@ -114,8 +146,9 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "Targets are in brackets; what misses one is bold.",
         "",
-        "| cell | mode | ms a step (quartiles) | of non-private | peak GiB | of non-private |",
-        "|---|---|---|---|---|---|",
+        "| cell | mode | ms a step (quartiles) | of non-private | like it | peak GiB | "
+        "of non-private | like it |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for cell in found["cells"]:
         for row in cell["rows"]:
@@ -126,11 +159,13 @@ def markdown(found: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any], aims: tuple[float | None, float | None]) -> str:
     if row["status"] != "ok":
-        return f"{row['status'].replace('_', ' ')} | | | "
+        return f"{row['status'].replace('_', ' ')} | | | | | "
     low, high = row["ms"]["quartiles"]
     times = f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})"
     ratio, memory = _aimed(row, "ratio", aims[0]), _aimed(row, "memory_ratio", aims[1])
-    return f"{times} | {ratio} | {row['peak_gb']:.1f} | {memory}"
+    like = row.get("like", {})
+    time, space = _aimed(like, "ratio", None), _aimed(like, "memory_ratio", None)
+    return f"{times} | {ratio} | {time} | {row['peak_gb']:.1f} | {memory} | {space}"
 
 
 def _aimed(row: dict[str, Any], key: str, aim: float | None) -> str:
@@ -146,7 +181,8 @@ def _targets(
     cell: dict[str, Any], row: dict[str, Any], world: int
 ) -> tuple[float | None, float | None]:
     single_backward = row["mode"].endswith("_bk") and row["package"] == "this package"
-    plain = cell["wrapping"] != "leaves" and not cell["lora_rank"] and not cell["checkpointing"]
+    plain = cell["wrapping"] in ("blocks", "single") and not cell["lora_rank"]
+    plain = plain and not cell["checkpointing"] and not row.get("features")
     if not (single_backward and plain):
         return None, None
     size = Cell(cell["batch"], cell["tokens"])

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from memory_test.benchmarks.cases import Cell, Suite, Way
+from memory_test.benchmarks.cases import Cell, Suite
 from memory_test.benchmarks.contenders import Recipe, plain_model
+from memory_test.benchmarks.layouts import check_ranks
 from memory_test.benchmarks.step_check import Check
 from memory_test.benchmarks.step_results import label, ratios, rows_of, title
 from memory_test.benchmarks.step_timing import Plan, measure_cell
+from memory_test.benchmarks.ways import Way
 from memory_test.common.launch import Runtime
 from memory_test.common.modes import resolve_mode
 from memory_test.common.reference import check_folder, measure_with
@@ -24,7 +26,11 @@ from memory_test.common.results import prepare_folder, write_json
 from memory_test.common.schema import head, versions
 
 SCRIPT = Path(__file__).with_name("steps.py")
-WHAT = "one whole training step: zero_grad, forward, backward, optimizer step (SGD)"
+WHAT = "one whole training step: zero_grad, forward, backward, optimizer step"
+UNCHECKED = {
+    "small": "modes were checked on a small model, not on the cells",
+    "none": "modes were not checked",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,13 +44,15 @@ def run_suite(args: argparse.Namespace, suite: Suite, runtime: Runtime) -> dict[
     Raises:
         UsageError: A mode, the model or the reference is not available.
     """
+    check_ranks(suite, runtime.world_size)
     for way in suite.ways:
         resolve_mode(way.mode, runtime.world_size)
     if args.reference is not None:
         check_folder(args.reference)
     if args.output is not None and runtime.is_main:
         prepare_folder(args.output)
-    plan = Plan(args.iters, args.warmup, args.rounds, check=not args.unchecked)
+    rounds = suite.rounds if args.rounds is None else args.rounds
+    plan = Plan(args.iters, args.warmup, rounds, args.checks)
     found = _head(plan, runtime)
     known: dict[Way, list[Check]] = {}
     start = time.monotonic()
@@ -64,9 +72,9 @@ def _cell(
 ) -> dict[str, Any]:  # fmt: skip
     dtype = _dtype(args.dtype, runtime.device)
     recipe = Recipe(suite, cell.tokens, cell.batch, dtype)
-    baselines = () if args.unchecked else suite.baselines()
+    baselines = () if args.other_package else suite.baselines()
     taken = measure_cell(recipe, cell, [*baselines, *suite.ways], plan, runtime, known)
-    rows = rows_of(taken, _package(args))
+    rows = rows_of(taken, _package(args), cell.batch * cell.tokens)
     if args.reference is not None:
         rows += _reference_rows(args, suite, cell, rows, runtime)
     described = _describe(recipe, cell)
@@ -85,9 +93,10 @@ def _reference_rows(
         "--suite", args.suite, "--model", suite.model, "--cells", str(cell), "--modes", modes,
         "--wrapping", suite.wrapping, "--lora", str(suite.lora_rank), "--dtype", args.dtype,
         "--iters", str(args.reference_iters), "--warmup", "1", "--device", args.device,
-        "--unchecked",
+        "--optimizer", suite.optimizer, "--other-package", "--checks", "none",
     ]  # fmt: skip
     arguments += ["--checkpointing"] if suite.checkpointing else []
+    arguments += ["--half"] if suite.half else []
     got = measure_with(args.reference, arguments, runtime, SCRIPT)
     base = rows[0]
     found = [row for c in got.get("cells", ()) for row in c["rows"]]
@@ -99,7 +108,7 @@ def _reference_rows(
 
 
 def _package(args: argparse.Namespace) -> str:
-    if not args.unchecked:
+    if not args.other_package:
         return "this package"
     import opacus
 
@@ -123,6 +132,8 @@ def _describe(recipe: Recipe, cell: Cell) -> dict[str, Any]:
         "wrapping": suite.wrapping,
         "lora_rank": suite.lora_rank,
         "checkpointing": suite.checkpointing,
+        "half": suite.half,
+        "optimizer": suite.optimizer,
         "dtype": str(recipe.dtype).removeprefix("torch."),
     }
 
@@ -137,6 +148,7 @@ def _head(plan: Plan, runtime: Runtime) -> dict[str, Any]:
         "environment": {k: v for k, v in os.environ.items() if k.startswith("OPACUS_")},
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "plan": asdict(plan),
+        **({} if plan.checks == "full" else {"unchecked": UNCHECKED[plan.checks]}),
         "cells": [],
     }
 
@@ -146,9 +158,13 @@ def _line(row: dict[str, Any]) -> str:
         return row["error"]
     ratio = f", {row['ratio']:.3f}x time" if "ratio" in row else ""
     memory = f", {row['memory_ratio']:.3f}x memory" if "memory_ratio" in row else ""
+    like = row.get("like")
+    if like and "ratio" in row and like["ratio"] != row["ratio"]:
+        memory += f"; of {like['mode']} {like['ratio']:.3f}x, {like['memory_ratio']:.3f}x memory"
     low, high = row["ms"]["quartiles"]
     times = f"{row['ms']['median']:.2f} ms ({low:.2f} to {high:.2f})"
-    return f"{times}{ratio}, peak {row['peak_gb']:.2f} GB{memory}"
+    limit = f" of {row['budget_gib']:.2f}" if "budget_gib" in row else ""
+    return f"{times}{ratio}, peak {row['peak_gb']:.2f}{limit} GB{memory}"
 
 
 def _say(runtime: Runtime, text: str) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memory_test.benchmarks.cases import COMPILED, Cell, Way
-from memory_test.benchmarks.contenders import Contender, Recipe, build, random_ids
-from memory_test.benchmarks.step_check import Check, Expected, full_check, full_truth, small_checks
-from memory_test.common.failures import is_out_of_memory
+from memory_test.benchmarks.cases import Cell
+from memory_test.benchmarks.contenders import Contender, Recipe, build
+from memory_test.benchmarks.step_check import Check, full_check, small_checks
+from memory_test.benchmarks.step_truth import Expected, full_truth
+from memory_test.benchmarks.ways import GIB, Way
+from memory_test.common.failures import UsageError, is_out_of_memory
 from memory_test.common.launch import Runtime
 from memory_test.common.memory import MB, peak_mb, reset_peak
 from memory_test.common.timing import milliseconds
@@ -27,14 +31,16 @@ class Plan:
         iters: Timed steps of each contender.
         warmup: Steps before them; in every round when contenders take turns in rounds.
         rounds: 0: all contenders are in memory and take turns step by step. Else one at a time
-            is, so many times each; for models of which two do not fit.
-        check: Whether modes are checked; only the comparison with another package goes without.
+            is, so many times each; for models of which two do not fit. At least once where a
+            way has a budget, which is one of the whole card.
+        checks: ``"full"``: modes are checked on a small model and on each cell; ``"small"``: on
+            the small one only; ``"none"``.
     """
 
     iters: int = 10
     warmup: int = 3
     rounds: int = 0
-    check: bool = True
+    checks: str = "full"
 
 
 @dataclass
@@ -46,16 +52,20 @@ class Taken:
         times_ms: Of each timed step, the slowest rank.
         peak_mb: Largest peak of a rank, without what other contenders hold.
         checks: Comparisons with the reference.
+        held: What the latest step held for the clipped sum, see :meth:`Contender.held`.
+        budget_gib: What its peak must stay under, if it has a budget.
         error: Why there is no result.
-        refused: Whether that is because it is wrong.
+        status: ``"ok"``, ``"refused"`` if it is wrong, ``"out_of_memory"``, or ``"failed"``.
     """
 
     way: Way
     times_ms: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     checks: list[Check] = field(default_factory=list)
+    held: dict[str, Any] = field(default_factory=dict)
+    budget_gib: float | None = None
     error: str = ""
-    refused: bool = False
+    status: str = "ok"
 
 
 def measure_cell(
@@ -79,16 +89,18 @@ def measure_cell(
     taken = [Taken(way) for way in ways]
     known = {} if known is None else known
     for one in taken:
-        if plan.check and one.way.private:
-            if one.way not in known:
-                known[one.way] = small_checks(recipe, one.way, runtime)
-            _judge(one, known[one.way])
-    bench = _Bench(recipe, cell, plan, runtime)
+        if plan.checks != "none" and one.way.private:
+            with _failing(one, runtime):
+                if one.way not in known:
+                    known[one.way] = small_checks(recipe, one.way, runtime)
+                    _forget_compiled([one.way])
+                _judge(one, known[one.way])
+    rounds = plan.rounds or int(any(way.budget is not None for way in ways))
+    bench = _Bench(recipe, cell, replace(plan, rounds=rounds), runtime)
     try:
-        (bench.in_rounds if plan.rounds else bench.step_by_step)(taken)
+        (bench.in_rounds if rounds else bench.step_by_step)(taken)
     finally:
-        if any(way.mode == COMPILED for way in ways):
-            torch._dynamo.reset()  # it holds on to models
+        _forget_compiled(ways)
         _clear(runtime)
     return taken
 
@@ -100,6 +112,7 @@ class _Bench:
         self.recipe, self.cell, self.plan, self.runtime = recipe, cell, plan, runtime
         self.expected: Expected | None = None
         self.resident_mb: dict[Way, float] = {}  # of contenders that are in memory
+        self.peaks_mb: dict[Way, float] = {}  # of non-private steps
 
     def step_by_step(self, taken: list[Taken]) -> None:
         """All contenders in memory, in alternating order."""
@@ -122,7 +135,9 @@ class _Bench:
                 with _failing(one, self.runtime), _frozen_garbage():
                     for _ in range(-(-self.plan.iters // rounds)):
                         self._time(one, contender)
-                del contender, self.resident_mb[one.way]
+                del contender
+                self.resident_mb.pop(one.way, None)
+                _forget_compiled([one.way])
                 _clear(self.runtime)
 
     def _ready(self, one: Taken) -> Contender | None:
@@ -131,7 +146,8 @@ class _Bench:
             return None
         contender = None
         with _failing(one, self.runtime):
-            contender = build(self.recipe, one.way, self.runtime)
+            peak = self._peak_mb(one) * MB
+            contender = build(self.recipe, one.way, self.runtime, peak)
             self._check(one, contender)
             if not one.error:
                 ids = self._ids(contender)
@@ -142,21 +158,32 @@ class _Bench:
         return None if one.error else contender
 
     def _check(self, one: Taken, contender: Contender) -> None:
-        if not self.plan.check or one.way.mode == COMPILED:
+        if self.plan.checks != "full":
             return
-        bound, dtype = self.recipe.max_grad_norm, self.recipe.dtype
+        bound = self.recipe.max_grad_norm
         ids = self._ids(contender)
         if not one.way.private:
-            if self.expected is None:
+            if self.expected is None and not one.way.compiles:
                 self.expected = full_truth(contender, ids, bound, self.runtime)
         elif self.expected is not None:
             if any(check.what.startswith("full") for check in one.checks):
                 return  # in an earlier round
+            dtype = self.recipe.dtype
             _judge(one, [full_check(contender, ids, self.expected, dtype, self.runtime)])
 
+    def _peak_mb(self, one: Taken) -> float:
+        """Of the non-private step that this one's budget is a share of, over all ranks."""
+        budget = one.way.budget
+        if budget is None:
+            return 0.0
+        peak = self.peaks_mb.get(one.way.baseline, 0.0)
+        if budget.of_peak and not peak:
+            raise RuntimeError(f"the peak of {one.way.baseline} is not known, so no share of it")
+        one.budget_gib = round(budget.bytes(peak * MB) / GIB, 3)
+        return peak
+
     def _ids(self, contender: Contender) -> Tensor:
-        cell = self.cell
-        return random_ids(contender.vocab, cell.batch, cell.tokens, self.runtime)
+        return contender.ids(self.cell.batch, self.cell.tokens)
 
     def _time(self, one: Taken, contender: Contender) -> None:
         runtime, device = self.runtime, self.runtime.device
@@ -167,31 +194,43 @@ class _Bench:
         runtime.barrier()
         took = milliseconds(lambda: contender.step(ids), device)
         seen = runtime.largest([took, peak_mb(device) - others])
+        one.held = contender.held()
         contender.park()
         one.times_ms.append(seen[0])
         one.peak_mb = max(one.peak_mb, seen[1])
+        if not one.way.private:
+            self.peaks_mb[one.way] = one.peak_mb
 
 
 def _judge(one: Taken, checks: list[Check]) -> None:
     one.checks += checks
     wrong = [str(check) for check in checks if not check.holds]
     if wrong:
-        one.error, one.refused = f"is wrong, and not reported: {'; '.join(wrong)}", True
+        one.error, one.status = f"is wrong, and not reported: {'; '.join(wrong)}", "refused"
         one.times_ms, one.peak_mb = [], 0.0
 
 
 @contextlib.contextmanager
 def _failing(one: Taken, runtime: Runtime) -> Iterator[None]:
-    """Note that memory ran out, on all ranks if on one; anything else ends the run."""
-    lacking = ""
+    """Note that it failed, on all ranks if on one, and go on with the others.
+
+    If a rank waits for one that failed, the run ends after its timeout; what was written stays.
+    """
+    why, lacking = "", False
     try:
         yield
+    except UsageError:
+        raise
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        lacking = f"out of memory: {str(error).splitlines()[0]}"
-    if runtime.largest([float(bool(lacking))])[0]:
-        one.error = lacking or "out of memory on another rank"
+        lacking = is_out_of_memory(error)
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = f"out of memory: {first}" if lacking else f"{type(error).__name__}: {first}"
+        if not lacking:
+            traceback.print_exc()
+    failed, memory = runtime.largest([float(bool(why)), float(lacking)])
+    if failed:
+        one.status = "out_of_memory" if memory else "failed"
+        one.error = why or f"{one.status.replace('_', ' ')} on another rank"
         one.times_ms = []
         _clear(runtime)
 
@@ -205,6 +244,12 @@ def _frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _forget_compiled(ways: Iterable[Way]) -> None:
+    """Dynamo holds on to models, and compiles no more than some of a kind."""
+    if any(way.compiles for way in ways):
+        torch._dynamo.reset()
 
 
 def _clear(runtime: Runtime) -> None:

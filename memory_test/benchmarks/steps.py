@@ -4,9 +4,10 @@
     python memory_test/benchmarks/steps.py --suite single-1b --cells 1x4096 --modes ghost_bk
 
 Without torchrun it starts one process a GPU by itself (two without GPUs). Private and
-non-private steps take turns. Each mode is first checked against one sample at a time; one that
-is wrong is not reported, and the exit status is 1. Others: 0 all measured, 2 invalid request, 3 a
-mode ran out of memory, 124 no result in time.
+non-private steps take turns; each private one is compared with the non-private step that has the
+same features. Each mode is first checked against one sample at a time; one that is wrong is not
+reported, and the exit status is 1, as where one failed. Others: 0 all measured, 2 invalid request,
+3 a mode ran out of memory, 124 no result in time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 # At the end: a folder with another opacus on PYTHONPATH comes first.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from memory_test.benchmarks.cases import SUITES, WRAPPINGS, Suite, cells_of, suite_of, ways_of
+from memory_test.benchmarks.cases import OPTIMIZERS, SUITES, WRAPPINGS, Suite, cells_of, suite_of
+from memory_test.benchmarks.ways import FEATURES, ways_of
 from memory_test.common.failures import (
     EXIT_FAILED,
     EXIT_MEMORY,
@@ -48,15 +50,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--suite", default="fsdp-1b", help=f"one of {', '.join(SUITES)}")
     add("--cells", help="instead of those of the suite: BATCHxTOKENS,...")
-    add("--modes", help="private modes, MODE, MODE+deferred or MODE+compiled, ...")
+    add("--modes", help=f"private modes, MODE+FEATURE+...,... with features {FEATURES}")
     add("--model", help="built-in shape")
     add("--wrapping", choices=WRAPPINGS, help="how the private model is sharded")
     add("--lora", type=int, help="rank of adapters, 0 for none")
-    add("--checkpointing", action="store_true", default=None)
+    add("--checkpointing", action=argparse.BooleanOptionalAction)
+    add("--half", action=argparse.BooleanOptionalAction, help="parameters in the timed type")
+    add("--optimizer", choices=OPTIMIZERS)
     add("--compiled", action=argparse.BooleanOptionalAction, help="also compiled non-private")
     add("--iters", type=int, default=10, help="timed steps of each mode")
     add("--warmup", type=int, default=3, help="steps before them")
-    add("--rounds", type=int, default=0, help="one model in memory at a time, so many turns each")
+    add("--rounds", type=int, help="one model in memory at a time, so many turns each; 0: all")
     add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
         help="auto: bf16 on a GPU, else fp32")  # fmt: skip
     add("--budget", type=float, default=500.0, help="start no cell after so many seconds")
@@ -67,9 +71,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-processes", type=int, help="instead of one a GPU; 2 without GPUs")
     add("--timeout", type=float, default=580.0, help="seconds until the run is given up")
-    add("--unchecked", action="store_true", help=argparse.SUPPRESS)  # only for --reference
+    add("--checks", choices=("full", "small", "none"), default="full",
+        help="small: on a small model only; the file is marked unchecked")  # fmt: skip
+    add("--other-package", action="store_true", help=argparse.SUPPRESS)  # for --reference
     args = parser.parse_args(argv)
-    if min(args.iters, args.reference_iters) < 1 or min(args.warmup, args.rounds) < 0:
+    if min(args.iters, args.reference_iters) < 1 or min(args.warmup, args.rounds or 0) < 0:
         parser.error("--iters must be at least 1, --warmup and --rounds at least 0")
     return args
 
@@ -84,6 +90,8 @@ def suite_from(args: argparse.Namespace) -> Suite:
         wrapping=args.wrapping,
         lora_rank=args.lora,
         checkpointing=args.checkpointing,
+        half=args.half,
+        optimizer=args.optimizer,
         compiled=args.compiled,
     )
 
@@ -106,7 +114,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def _status(found: dict[str, Any]) -> int:
     statuses = {row["status"] for cell in found["cells"] for row in cell["rows"]}
-    if "refused" in statuses:
+    if statuses & {"refused", "failed"}:
         return EXIT_FAILED
     return EXIT_MEMORY if "out_of_memory" in statuses else 0
 

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from memory_test.benchmarks import step_results
-from memory_test.benchmarks.cases import DEFERRED
+from memory_test.benchmarks.ways import DEFERRED
 from memory_test.common import schema
 from memory_test.common.comparison import table
 

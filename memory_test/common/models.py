@@ -26,10 +26,11 @@ class Shape:
 
     family: str
     sizes: dict[str, int]
+    tied: bool = False  # whether the head's weight is the embedding's
 
 
-def _shape(family: str, names: tuple[str, ...], *sizes: int) -> Shape:
-    return Shape(family, dict(zip(names, sizes, strict=True)))
+def _shape(family: str, names: tuple[str, ...], *sizes: int, tied: bool = False) -> Shape:
+    return Shape(family, dict(zip(names, sizes, strict=True)), tied)
 
 
 SHAPES = {
@@ -37,8 +38,11 @@ SHAPES = {
     "small": _shape("own", (*_OWN, "vocab_size"), 256, 4, 4, 2048),
     "medium": _shape("own", (*_OWN, "vocab_size"), 1024, 12, 16, 32000),
     "tiny-llama": _shape("llama", _LLAMA, 64, 2, 4, 2, 128, 512),
+    "tiny-tied": _shape("llama", _LLAMA, 64, 2, 4, 2, 128, 512, tied=True),
     # The layers of llama3-1b in negligible sizes: a step then shows the host's time.
     "thin-llama3-1b": _shape("llama", _LLAMA, 32, 16, 4, 2, 64, 64),
+    "llama-160m": _shape("llama", _LLAMA, 768, 12, 12, 12, 2048, 32000),
+    "smollm2-135m": _shape("llama", _LLAMA, 576, 30, 9, 3, 1536, 49152, tied=True),
     "llama3-1b": _shape("llama", _LLAMA, 2048, 16, 32, 8, 8192, 128256),
     "llama3-3b": _shape("llama", _LLAMA, 3072, 28, 24, 8, 8192, 128256),
     "llama3-8b": _shape("llama", _LLAMA, 4096, 32, 32, 8, 14336, 128256),
@@ -136,9 +140,8 @@ def _dit(shape: Shape, request: ModelRequest) -> nn.Module:
 
 
 def _configuration(shape: Shape, request: ModelRequest) -> Any:
-    """Untied heads: FSDP2 and per-sample norms treat each parameter by itself."""
     transformers = _transformers()
-    common = {"use_cache": False, "tie_word_embeddings": False, "num_labels": CLASSES,
+    common = {"use_cache": False, "tie_word_embeddings": shape.tied, "num_labels": CLASSES,
               "pad_token_id": 0, "attn_implementation": "sdpa"}  # fmt: skip
     if shape.family == "llama":
         return transformers.LlamaConfig(

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from memory_test.benchmarks import plot, step_results, step_timing, steps
-from memory_test.benchmarks.cases import SUITES, Cell, Way, cells_of, suite_of, ways_of
+from memory_test.benchmarks.cases import SUITES, Cell, cells_of, suite_of
 from memory_test.benchmarks.contenders import Recipe
 from memory_test.benchmarks.step_check import small_checks
 from memory_test.benchmarks.step_timing import Plan, Taken, measure_cell
+from memory_test.benchmarks.ways import Way, ways_of
 from memory_test.common import schema
 from memory_test.common.failures import EXIT_FAILED, EXIT_MEMORY, EXIT_USAGE, UsageError
 from memory_test.common.launch import Runtime
 from opacus.core.step.modes import MODES
-from tests.memory_test.scripts import MEMORY_TEST, run
+from tests.memory_test.scripts import MEMORY_TEST, forked, run
 
 STEPS = MEMORY_TEST / "benchmarks" / "steps.py"
 HERE = Runtime(0, 1, torch.device("cpu"))
@@ -36,7 +37,8 @@ def here(tmp_path, *arguments: str) -> tuple[int, dict]:
 def sharded(tmp_path_factory):
     """A run of two gloo processes, and what it printed."""
     output = tmp_path_factory.mktemp("steps") / "fsdp.json"
-    done = run(STEPS, "--suite", "tiny-fsdp", *SHORT, "--output", output)
+    modes = "ghost_fsdp_bk,ghost_fsdp_bk+accumulate=2"
+    done = run(STEPS, "--suite", "tiny-fsdp", "--modes", modes, *SHORT, "--output", output)
     assert done.returncode == 0, done.stderr
     return output, done.stdout
 
@@ -45,7 +47,7 @@ def test_two_ranks_are_measured_against_the_non_private_step(sharded):
     path, printed = sharded
     found = step_results.read(path)
     (cell,) = found["cells"]
-    baseline, private = cell["rows"]
+    baseline, plain, private, accumulated = cell["rows"]
     assert found["world"] == 2 and (cell["batch"], cell["tokens"]) == (2, 16)
     assert (baseline["mode"], private["mode"]) == ("no_dp", "ghost_fsdp_bk")
     assert len(baseline["ms"]["all"]) == len(private["ms"]["all"]) == 2
@@ -56,6 +58,9 @@ def test_two_ranks_are_measured_against_the_non_private_step(sharded):
     assert small["samples"] == 6 and 0 < small["clipped"] < 6
     assert full["samples"] == 4 and small["sum_error"] < 1e-5 and full["norm_error"] < 1e-5
     assert "ghost_fsdp_bk" in printed
+    assert step_results.label(plain) == accumulated["like"]["mode"] == "no_dp+accumulate=2"
+    assert private["like"]["ratio"] == private["ratio"] != accumulated["like"]["ratio"]
+    assert all(check["sum_error"] < 1e-5 for check in accumulated["checks"])
 
 
 def test_a_file_becomes_a_plot_and_a_table(sharded, tmp_path):
@@ -74,8 +79,8 @@ def test_the_layout_is_checked(sharded):
         (lambda f: f.pop("date"), "lacks date"),
         (lambda f: f["cells"][0].pop("batch"), "lacks batch"),
         (lambda f: f["cells"][0]["rows"][1].pop("ratio"), "lacks ratio"),
-        (lambda f: f["cells"][0]["rows"][1].update(checks=[]), "without a check"),
-        (lambda f: f["cells"][0]["rows"][1]["checks"][0].update(holds=False), "without a check"),
+        (lambda f: f["cells"][0]["rows"][2].update(checks=[]), "without a check"),
+        (lambda f: f["cells"][0]["rows"][2]["checks"][0].update(holds=False), "without a check"),
         (lambda f: f["cells"][0]["rows"][1].update(status="refused"), "has times"),
     ]:
         bad = copy.deepcopy(good)
@@ -151,25 +156,77 @@ def test_contenders_take_turns(monkeypatch):
     assert [len(t.times_ms) for t in taken] == [4, 4]
 
 
-def test_memory_that_runs_out_is_recorded(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error, end, status",
+    [
+        ("CUDA out of memory. Tried to allocate 1 GiB", EXIT_MEMORY, "out_of_memory"),
+        ("not this one", EXIT_FAILED, "failed"),
+    ],
+)
+def test_what_fails_is_recorded_and_the_others_go_on(tmp_path, monkeypatch, error, end, status):
     inner = step_timing.build
 
-    def build(recipe, way, runtime):
-        if way.private:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
-        return inner(recipe, way, runtime)
+    def build(recipe, way, runtime, peak=0.0):
+        if way.mode == "ghost_bk":
+            raise RuntimeError(error)
+        return inner(recipe, way, runtime, peak)
 
     monkeypatch.setattr(step_timing, "build", build)
-    status, found = here(tmp_path, "--suite", "tiny-single")
-    baseline, private = found["cells"][0]["rows"]
-    assert status == EXIT_MEMORY
-    assert baseline["status"] == "ok" and private["status"] == "out_of_memory"
+    modes = ("--modes", "ghost_bk,hooks", "--checks", "none")
+    done, found = here(tmp_path, "--suite", "tiny-single", *modes)
+    rows = found["cells"][0]["rows"]
+    assert done == end and [row["status"] for row in rows] == ["ok", status, "ok"]
+    assert error in rows[1]["error"] and found["unchecked"] == "modes were not checked"
     assert schema.check_file(found) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+FEATURES = (
+    "ghost_fsdp_bk+nologits+offload+accumulate=2", "ghost_fsdp+nologits", "ghost_fsdp_bk+float8",
+    "ghost_fsdp_bk+held=0GiB", "ghost_fsdp_bk+budget=1x", "ghost_fsdp_bk+budget=2.5GiB",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+def test_features_of_a_way_are_right_and_compared_with_their_like(tmp_path):
+    """On one rank, as on one card: a checkpointed model with a tied head."""
+    arguments = ("--model", "tiny-tied", "--checkpointing", "--modes", ",".join(FEATURES))
+    status, found = here(tmp_path, "--suite", "tiny-fsdp", *arguments)
+    assert status == 0 and schema.check_file(found) == []
+    (cell,) = found["cells"]
+    rows = {step_results.label(row): row for row in cell["rows"]}
+    shared = "no_dp+nologits+offload+accumulate=2"
+    assert list(rows) == ["no_dp", shared, "no_dp+nologits", *FEATURES]
+    likes = [rows[name]["like"]["mode"] for name in FEATURES]
+    assert likes == [shared, "no_dp+nologits", *["no_dp"] * 4]
+    for name in FEATURES:
+        assert [c["what"] for c in rows[name]["checks"]] == ["small float32", "full float32"]
+        assert all(c["sum_error"] < 1e-5 for c in rows[name]["checks"] if "float8" not in name)
+    replays = {name: "replay" in rows[name].get("ways", ()) for name in FEATURES}
+    assert [name for name, again in replays.items() if again] == list(FEATURES[3:5])
+    assert rows[FEATURES[4]]["budget_gib"] == pytest.approx(rows["no_dp"]["peak_gb"], abs=1e-2)
+    assert rows[FEATURES[5]]["budget_gib"] == 2.5
+
+
+@pytest.mark.parametrize(
+    "wrapping, modes",
+    [("hsdp", "ghost_fsdp_bk+nologits,ghost_fsdp_bk+accumulate=2"), ("tp", "ghost_fsdp")],
+)
+def test_meshes_of_four_ranks(tmp_path, wrapping, modes):
+    output = tmp_path / "result.json"
+    arguments = ("--model", "tiny-llama", "--wrapping", wrapping, "--modes", modes)
+    run_as = ("--suite", "tiny-fsdp", *arguments, *SHORT, "--iters", "1", "--output", output)
+    done = forked(STEPS, *run_as, ranks=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(output.read_text())
+    rows = [row for row in found["cells"][0]["rows"] if row["private"]]
+    assert found["world"] == 4 and len(rows) == len(modes.split(","))
+    for check in (check for row in rows for check in row["checks"]):
+        assert check["norm_error"] < 1e-5 and check["sum_error"] < 1e-5
+        of_ranks = 2 if wrapping == "tp" else 4
+        assert check["samples"] == of_ranks * (3 if "small" in check["what"] else 2)
+
+
 def test_adapters_are_trained_alone(tmp_path):
-    pytest.importorskip("peft")
     arguments = ("--model", "tiny-llama", "--lora", "4", "--modes", "ghost_bk")
     status, found = here(tmp_path, "--suite", "tiny-single", *arguments)
     (cell,) = found["cells"]
@@ -188,6 +245,13 @@ def test_ratios_of_neighbouring_steps():
 def test_what_can_be_asked_for(tmp_path):
     assert cells_of("4x4096,2x8") == (Cell(4, 4096), Cell(2, 8))
     assert ways_of("ghost,ghost_bk+deferred") == (Way("ghost"), Way("ghost_bk", True))
+    text = "ghost_bk+deferred+compiled+nologits+offload+accumulate=8+float8+budget=1.15x+held=3GiB"
+    (way,) = ways_of(text)
+    assert str(way) == text and way.budget.bytes(100) == 115 and way.held.bytes() == 3 * 2**30
+    assert str(way.baseline) == "no_dp_compiled+nologits+offload+accumulate=8"
+    for wrong in ("fast", "compiled=2", "accumulate", "accumulate=1", "budget=3", "held=1.2x"):
+        with pytest.raises(UsageError, match="--modes ghost"):
+            ways_of(f"ghost+{wrong}")
     for text in ("4", "4x", "0x8", "4x1"):
         with pytest.raises(UsageError, match="--cells"):
             cells_of(text)
@@ -195,8 +259,11 @@ def test_what_can_be_asked_for(tmp_path):
         ways_of("no_dp")
     with pytest.raises(UsageError, match="--suite"):
         suite_of("none")
-    for suite in SUITES.values():
+    text = (MEMORY_TEST / "benchmarks" / "README.md").read_text()
+    for name, suite in SUITES.items():
         assert all(way.mode in MODES for way in suite.ways)
+        assert f"`{name}`" in text
+        assert {way.baseline for way in suite.ways} <= set(suite.baselines())
     done = run(STEPS, "--suite", "tiny-single", "--modes", "ghost_xl", *SHORT)
     assert done.returncode == EXIT_USAGE and "ghost_xl" in done.stderr
 
