@@ -25,7 +25,7 @@ from opacus.core.platform.sharded import is_fsdp
 from opacus.core.privacy.clipping import FLAT_RULES
 from opacus.core.privacy.gradients import refuse_hooks
 from opacus.core.privacy.key import reproducible_from_environment
-from opacus.core.privacy.params import PrivacyParams
+from opacus.core.privacy.params import PrivacyParams, as_number
 from opacus.core.ranks.agreement import describe, together
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.lone import lone_sample_from_environment
@@ -76,6 +76,7 @@ def check_public_numbers(
     """Check the numbers that may be given instead of being derived from the data loader.
 
     Raises:
+        TypeError: One is no number.
         ValueError: One is out of range, or there is no loader.
     """
     if data_loader is None:
@@ -101,12 +102,11 @@ def check_public_numbers(
                 "which a rate and a batch size cannot be derived: use a map-style data set, or "
                 "pass sample_rate= and expected_batch_size= with poisson_sampling=False"
             ) from None
-    if sample_rate is not None and not 0 < sample_rate <= 1:
+    if sample_rate is not None and not 0 < as_number("sample_rate", sample_rate) <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate!r}")
-    if expected_batch_size is not None and not 0 < expected_batch_size < math.inf:
-        raise ValueError(
-            f"expected_batch_size must be a positive number of samples, got {expected_batch_size!r}"
-        )
+    size = expected_batch_size
+    if size is not None and not 0 < as_number("expected_batch_size", size) < math.inf:
+        raise ValueError(f"expected_batch_size must be a positive number of samples, got {size!r}")
 
 
 def check_arguments(settings: Settings) -> None:
@@ -354,7 +354,7 @@ def check_noise_source(settings: Settings, secure_mode: bool) -> None:
     grid = settings.release_grid
     if grid is None:
         return
-    if not 0 < grid <= 1 or math.frexp(grid)[0] != 0.5:
+    if not 0 < as_number("release_grid", grid) <= 1 or math.frexp(grid)[0] != 0.5:
         raise ValueError(
             "release_grid must be a power of two, at most 1: sums are rounded to that part of the "
             f"noise's power of two; got {grid!r}"

@@ -13,11 +13,14 @@ from torch.utils.data import DataLoader
 
 from opacus.accountants.sampling import Sampling
 from opacus.core.privacy.correlated import CorrelatedNoise
+from opacus.core.privacy.params import check_switches
 from opacus.core.step.auto import ChosenMode
 from opacus.core.step.modes import Mode, mode_of
 from opacus.planning import Plan
 
 OF_THE_MODEL = frozenset({"deferred_norm", "use_ghost_clipping", "strict", "force_functorch"})
+
+_SWITCHES = ("batch_first", "poisson_sampling", "wrap_model", "rand_on_empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,17 @@ class Settings:
     def deferred_norm(self) -> bool | None:
         """Whether norms are deferred; ``None``: as the environment says."""
         return self.further.get("deferred_norm")
+
+    def check_switches(self) -> None:
+        """Check the arguments that are on or off: every text is true, also ``"false"``.
+
+        Raises:
+            TypeError: One is neither.
+        """
+        switches = {name: getattr(self, name) for name in _SWITCHES}
+        if self.deferred_norm is not None:
+            switches["deferred_norm"] = self.deferred_norm
+        check_switches(**switches)
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks, beside the model and the mode."""

@@ -84,6 +84,7 @@ class EngineSteps(EngineCheckpoints):
         """
         check_module(asked.module)
         with on_all_ranks(asked.module, asked.grad_sample_mode, **asked.facts()) as agreed:
+            asked.check_switches()
             choice = choose(asked)
             if choice is not None:
                 asked = replace(asked, grad_sample_mode=choice.mode, choice=choice)

@@ -17,7 +17,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.sampling import Sampling
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
-from opacus.core.privacy.params import plain_norms
+from opacus.core.privacy.params import check_switches, plain_norms
 from opacus.core.ranks.parallelism import Single
 from opacus.data.rates import (
     matching_sample_rate,
@@ -33,6 +33,9 @@ from opacus.engine_settings import Settings
 from opacus.engine_steps import EngineSteps
 from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
+
+# Further arguments of make_private_with_epsilon that the search for the noise takes.
+_OF_THE_SEARCH = frozenset({"epsilon_tolerance", "alphas", "eps_error", "delta_error"})
 
 
 class PrivacyEngine(EngineSteps):
@@ -54,6 +57,7 @@ class PrivacyEngine(EngineSteps):
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        check_switches(secure_mode=secure_mode)
         super().__init__(create_accountant(mechanism=accountant))
         self.secure_mode = secure_mode
         self.secure_rng: torch.Generator | None = SystemGenerator() if secure_mode else None
@@ -228,8 +232,10 @@ class PrivacyEngine(EngineSteps):
             target_epsilon: Epsilon after ``epochs`` epochs; not exceeded. What the engine has
                 spent before is not in it, of which a warning tells.
             target_delta: Delta of the guarantee, in (0, 1), usually below 1 / size of the data set.
-            epochs: Number of epochs that will be trained; each further one spends more. Others:
-                see :meth:`make_private`.
+            epochs: Number of epochs that will be trained; each further one spends more.
+            kwargs: Also ``epsilon_tolerance``, and what the accountant's ``get_epsilon`` takes
+                (``alphas`` of "rdp", ``eps_error`` of "prv"), for the search. Others: see
+                :meth:`make_private`.
 
         Returns:
             See :meth:`make_private`; ``optimizer.noise_multiplier`` is the noise that was found.
@@ -243,6 +249,12 @@ class PrivacyEngine(EngineSteps):
                 "epochs alone, so the total will be larger",
                 stacklevel=2,
             )
+        if "noise_multiplier" in kwargs:
+            raise TypeError(
+                "make_private_with_epsilon finds noise_multiplier for target_epsilon: leave it "
+                "out, or call make_private"
+            )
+        of_the_search = {name: kwargs.pop(name) for name in _OF_THE_SEARCH & kwargs.keys()}
         warn_of_another_dataset(self.dataset, data_loader)
         check_public_numbers(data_loader, kwargs.get("expected_batch_size"), sample_rate)
         rate = sample_rate
@@ -261,6 +273,7 @@ class PrivacyEngine(EngineSteps):
             **length,
             accountant=self.accountant.mechanism(),
             sampling=_sampling_to_plan(module, data_loader, kwargs),
+            **of_the_search,
         )
         return self.make_private(
             module=module,

@@ -27,7 +27,7 @@ Mechanism = tuple[float, float, Sampling | None]
 _RATE_ROUNDING = 1e-9
 
 
-def _as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
     """Returns `value` as a plain float, so that a saved history holds plain types only."""
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -39,7 +39,7 @@ def _as_number(name: str, value: Any) -> float:
 
 def check_noise_multiplier(value: Any) -> float:
     """Returns `value` as a float, or raises unless it is finite and not negative."""
-    number = _as_number("noise_multiplier", value)
+    number = as_number("noise_multiplier", value)
     if not (0.0 <= number < math.inf):
         raise ValueError(f"noise_multiplier must be finite and at least 0, got {value!r}")
     return number
@@ -47,7 +47,7 @@ def check_noise_multiplier(value: Any) -> float:
 
 def check_sample_rate(value: Any) -> float:
     """Returns `value` as a float, or raises unless it is a probability."""
-    number = _as_number("sample_rate", value)
+    number = as_number("sample_rate", value)
     if not (0.0 <= number <= 1.0 + _RATE_ROUNDING):
         raise ValueError(
             f"sample_rate must be a probability between 0 and 1, got {value!r}; it is the chance "
@@ -80,7 +80,7 @@ def check_steps(value: Any) -> int:
 
 def check_delta(value: Any) -> float:
     """Returns `value` as a float, or raises unless it lies strictly between 0 and 1."""
-    number = _as_number("delta", value)
+    number = as_number("delta", value)
     if not (0.0 < number < 1.0):
         raise ValueError(
             f"delta must lie strictly between 0 and 1, got {value!r}; "
@@ -91,7 +91,7 @@ def check_delta(value: Any) -> float:
 
 def check_target(value: Any) -> float:
     """Returns a budget's epsilon as a float, or raises unless it is finite and above 0."""
-    number = _as_number("target_epsilon", value)
+    number = as_number("target_epsilon", value)
     if not 0.0 < number < math.inf:
         raise ValueError(f"target_epsilon must be finite and above 0, got {value!r}")
     return number

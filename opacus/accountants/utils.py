@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opacus.accountants.history import (
+    as_number,
     check_delta,
     check_sample_rate,
     check_steps,
@@ -108,9 +109,9 @@ def _number_of_steps(rate: float, epochs: float | None, steps: int | None) -> in
         raise ValueError("sample_rate must be above 0")
     if steps is not None:
         count = check_steps(steps)
-    elif epochs is not None and 0.0 < epochs < math.inf:
+    elif 0.0 < (length := as_number("epochs", epochs)) < math.inf:
         # 3 / (1 / 93) is 279 up to rounding and must not become 278.
-        count = math.floor(epochs / rate * (1.0 + 1e-9))
+        count = math.floor(length / rate * (1.0 + 1e-9))
     else:
         raise ValueError(f"epochs must be finite and above 0, got {epochs!r}")
     if count < 1:

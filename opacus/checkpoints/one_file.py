@@ -95,16 +95,21 @@ def load_training_state(
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
-            warnings.warn(
-                f"checkpoint and load_checkpoint() disagree on {key}: it is "
-                f"{'given' if scheduler is not None else 'saved'} on one side only",
-                stacklevel=3,
-            )
+            _warn_of_scheduler(key.removesuffix("_state_dict"), saved=scheduler is None)
         elif scheduler is not None:
             scheduler.load_state_dict(checkpoint[key])
     if optimizer is not None:
         _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
+
+
+def _warn_of_scheduler(name: str, *, saved: bool) -> None:
+    what = (
+        f"the checkpoint holds a {name}, which load_checkpoint was not given: it is not restored"
+        if saved
+        else f"the checkpoint holds no {name}, which load_checkpoint was given: it starts anew"
+    )
+    warnings.warn(what, stacklevel=4)
 
 
 # --- model ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -216,6 +217,6 @@ def _process() -> str:
 
 
 def _bytes(name: str, value: int | None) -> int | None:
-    if value is not None and value < 0:
-        raise ValueError(f"{name} must be a number of bytes >= 0, got {value}")
+    if value is not None and not (isinstance(value, Real) and value >= 0):
+        raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
     return value

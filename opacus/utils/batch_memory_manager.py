@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,11 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __init__(
         self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer
     ) -> None:
-        if max_batch_size < 1:
+        whole = isinstance(max_batch_size, Real) and max_batch_size % 1 == 0
+        if not (whole and max_batch_size >= 1):
             raise ValueError(
                 "max_batch_size (max_physical_batch_size of BatchMemoryManager) must be a positive "
-                f"integer, got {max_batch_size}"
+                f"integer, got {max_batch_size!r}"
             )
         self.sampler = sampler
         self.max_batch_size = max_batch_size

@@ -350,9 +350,9 @@ def test_optimizer_must_be_a_private_one() -> None:
         manager.__enter__()
 
 
-@pytest.mark.parametrize("largest", [0, -1])
-def test_limit_must_be_positive(largest: int) -> None:
-    with pytest.raises(ValueError, match="positive"):
+@pytest.mark.parametrize("largest", [0, -1, 2.5, "16", None])
+def test_limit_must_be_a_positive_integer(largest: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive integer"):
         manage(DataLoader(data(), batch_size=20), Accumulator(), largest).__enter__()
 
 

@@ -182,6 +182,18 @@ def test_a_changed_mechanism_is_said(tmp_path: Path) -> None:
         assert resume(max_grad_norm=0.25).max_grad_norm == 0.25
 
 
+def test_a_scheduler_on_one_side_is_said(tmp_path: Path) -> None:
+    run = private("hooks", model())
+    engine, path, parts = run[0], tmp_path / "run.pt", {"module": run[1], "optimizer": run[2]}
+    noise = StepNoise(run[2], step_size=1, gamma=0.5)
+    engine.save_checkpoint(path=path, noise_scheduler=noise, **parts)
+    with pytest.warns(UserWarning, match="holds a noise_scheduler, which .* was not given"):
+        engine.load_checkpoint(path=path, **parts)
+    engine.save_checkpoint(path=path, **parts)
+    with pytest.warns(UserWarning, match="holds no noise_scheduler, which .* starts anew"):
+        engine.load_checkpoint(path=path, noise_scheduler=noise, **parts)
+
+
 def first_noise(rank: int, world_size: int, folder: str, load: str, save: str) -> Tensor:
     """The first noise that a resumed run draws, of all shards together."""
     run = private("ghost_fsdp", FSDP2Wrapper(model()))

@@ -36,6 +36,13 @@ def test_one_command_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
         load("nowhere.py:build")
 
 
+def test_a_budget_is_a_number_of_bytes() -> None:
+    module = private(build(), 0.2)[0]
+    for budget in (-1, "8GB"):
+        with pytest.raises(ValueError, match=f"held_budget must be a number of bytes.*{budget}"):
+            module.held_budget = budget
+
+
 def test_explain_says_what_was_predicted_and_measured() -> None:
     made = private(build(), 0.2)
     made[0].held_budget = 0

@@ -78,6 +78,42 @@ def test_noise_for_a_budget_is_that_of_the_given_rate() -> None:
     assert sigmas[0] == sigmas[1]
 
 
+def with_budget(**changes: Any) -> float:
+    """The noise that is found for a budget."""
+    model = nn.Linear(3, 2)
+    arguments = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(TensorDataset(torch.zeros(100, 3)), batch_size=10),
+        "target_epsilon": 3.0,
+        "target_delta": 1e-5,
+        "epochs": 2,
+        "max_grad_norm": 1.0,
+        **changes,
+    }
+    private = PrivacyEngine(accountant="rdp").make_private_with_epsilon(**arguments)
+    return private[1].noise_multiplier
+
+
+def test_the_search_takes_the_arguments_of_the_accountant() -> None:
+    """As in Opacus: one order of Renyi divergence asks for more noise than many."""
+    assert with_budget(alphas=[12.0]) > 1.05 * with_budget()
+    assert with_budget(epsilon_tolerance=0.14) != with_budget()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": 1.0}, "leave it out, or call make_private"),
+        ({"epochs": "2"}, "epochs must be a number, got '2'"),
+        ({"eps_error": 0.1}, "eps_error"),
+    ],
+)
+def test_what_a_search_cannot_take(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        with_budget(**changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -142,6 +142,8 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"delta=0.5 protects nobody among 12"):
         privacy = DPArguments(noise_multiplier=1.0, delta=0.5)
         DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=privacy)
+    with pytest.raises(TypeError, match="poisson_sampling must be True or False, got 'false'"):
+        DPArguments(noise_multiplier=1.0, poisson_sampling="false")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"no loss per example is known for LlamaModel|LlamaModel"):
         DPTrainer(llama().model, arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)
     trainer = DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)

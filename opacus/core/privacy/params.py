@@ -52,7 +52,7 @@ class PrivacyParams:
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         divides = loss_reduction == "mean" and expected_batch_size is not None
-        if divides and not _number("expected_batch_size", expected_batch_size) > 0:
+        if divides and not as_number("expected_batch_size", expected_batch_size) > 0:
             raise ValueError(
                 f"expected_batch_size must be > 0, got {expected_batch_size!r}: the mean divides "
                 "by it"
@@ -65,7 +65,7 @@ class PrivacyParams:
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        if not _number("noise_multiplier", value) >= 0 or math.isinf(value):
+        if not as_number("noise_multiplier", value) >= 0 or math.isinf(value):
             raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}")
         if self._max_grad_norm:
             self._check_finite(value, [self._max_grad_norm])
@@ -89,7 +89,7 @@ class PrivacyParams:
         several = isinstance(value, Sequence) and not isinstance(value, str)
         values: Sequence[object] = value if several else [value]
         kind = "a number, or a list of numbers for per-layer clipping"
-        norms = [_number("max_grad_norm", n, kind) for n in values]
+        norms = [as_number("max_grad_norm", n, kind) for n in values]
         if not norms or not all(norm > 0 for norm in norms):
             raise ValueError(f"max_grad_norm must be > 0, got {value!r}")
         self._check_finite(self._noise_multiplier, norms)
@@ -124,7 +124,7 @@ def plain_norms(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _number(name: str, value: object, kind: str = "a number") -> float:
+def as_number(name: str, value: object, kind: str = "a number") -> float:
     """The value as a number; a text is none, even where it could be read as one."""
     try:
         if not isinstance(value, str):
@@ -132,3 +132,14 @@ def _number(name: str, value: object, kind: str = "a number") -> float:
     except (TypeError, ValueError):
         pass
     raise TypeError(f"{name} must be {kind}, got {value!r}")
+
+
+def check_switches(**switches: object) -> None:
+    """Check values that are on or off.
+
+    Raises:
+        TypeError: One is neither True nor False: a text is always true, also "false".
+    """
+    for name, value in switches.items():
+        if isinstance(value, str) or value not in (True, False):
+            raise TypeError(f"{name} must be True or False, got {value!r}")

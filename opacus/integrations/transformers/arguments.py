@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from opacus.accountants import create_accountant
+from opacus.core.privacy.params import check_switches
 from opacus.core.step.modes import AUTO, MODES
 
 # Units of privacy that a Trainer can protect: what differs between neighbouring data sets.
@@ -72,6 +73,11 @@ class DPArguments:
         _check_number("delta", self.delta, above=0.0)
         if self.delta is not None and self.delta >= 1.0:
             raise ValueError(f"delta must be below 1, got {self.delta}")
+        check_switches(
+            poisson_sampling=self.poisson_sampling,
+            secure_mode=self.secure_mode,
+            log_private_gradient_norms=self.log_private_gradient_norms,
+        )
         size = self.expected_batch_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"expected_batch_size must be a whole number above 0, got {size!r}")
