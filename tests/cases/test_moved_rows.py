@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +170,35 @@ def test_a_model_that_goes_on_otherwise_is_found_out(use: Any, mode: str) -> Non
         compare(made, model, seed)
 
 
+@dataclass
+class Held:
+    x: Tensor
+
+
+CONTAINERS = {
+    "dataclass": (Held, lambda batch: batch.x),
+    "mapping": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    "object": (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_rows_are_followed_in_what_holds_the_inputs(kind: str, mode: str) -> None:
+    wrap, unwrap = CONTAINERS[kind]
+
+    class Unwraps(Net):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch if isinstance(batch, Tensor) else unwrap(batch))
+
+    model = Unwraps(of_numpy)
+    made = private(copy.deepcopy(model), mode, B)
+    for seed in (1, 2):
+        x, y = batch(seed)
+        want = clipped_sum(copy.deepcopy(model), x, y, list(torch.arange(B)[:, None]))
+        assert_right(step(made, wrap(x), y), want)
+
+
 def in_stages(later: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, list[str]]:
     """A model that does something more, to its tokens, as soon as there is a stage."""
     stages: list[str] = []
@@ -258,6 +290,26 @@ def test_passes_are_followed_until_each_layer_has_run(monkeypatch: pytest.Monkey
         compare(made, model, seed)
         counts.append(len(followed))
     assert counts == [1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_layers_of_another_structure_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head for each task; a head that runs in the other task's pass is refused once."""
+    followed = passes_followed(monkeypatch)
+
+    class Tasks(Net):
+        def forward(self, x: Tensor, task: int = 0) -> Tensor:
+            return [self.b, self.head][task](self.a(x)).mean(1)[:, :3]
+
+    model, other = Tasks(lambda net, x: x), 0
+    made = private(model, "ghost_bk", B)
+    made[1].isolation = None
+    for number in range(40):
+        step(made, *batch(number), task=number % 2)
+    assert len(followed) == 4  # the first and second pass of each
+    forward = Tasks.forward
+    monkeypatch.setattr(Tasks, "forward", lambda self, x, task=0: forward(self, x, 1 - task))
+    with pytest.raises(RuntimeError, match="layer 'b' has other rows than in an earlier"):
+        step(made, *batch(other), task=1)
 
 
 def test_a_layer_that_never_runs_is_named_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -214,6 +215,49 @@ def test_reentrant_checkpoints_run_layers_again_on_rows_of_the_latest_call(mode:
         criterion(first, y).backward()
     optimizer.reset_accumulation()
     assert_right(step(made, x, y, users=USERS), want)
+
+
+@dataclass
+class Held:
+    logits: Tensor
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("wrap", [lambda logits: logits, Held])
+def test_reentrant_checkpoints_run_layers_again_on_rows_that_the_data_move(
+    wrap: Any, mode: str
+) -> None:
+    def in_order(net: Any, x: Tensor) -> Tensor:
+        order = x.detach().norm(dim=(1, 2)).argsort()
+        rows = checkpoint(lambda h: net.b(h).tanh(), net.a(x)[order], use_reentrant=True)
+        return net.norm(rows)[order.argsort()].mean(1)
+
+    class Wrapped(Net):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(super().forward(x))
+
+    made = private(Wrapped(in_order), mode)
+    model, optimizer, criterion, _ = made
+
+    def loss(seed: int) -> Tensor:
+        x, y = inputs(seed)
+        output = model(x)
+        return criterion(getattr(output, "logits", output), y)
+
+    for seed in (0, 1):
+        optimizer.zero_grad()
+        loss(seed).backward()
+        optimizer.step()
+        want = clipped_sum(
+            Net(lambda net, x: net.norm(net.b(net.a(x)).tanh()).mean(1)),
+            *inputs(seed),
+            list(torch.arange(B)[:, None]),
+        )
+        assert_right([p.grad for p in optimizer.params], want)
+    optimizer.zero_grad()
+    first, _ = loss(0), loss(1)
+    with pytest.raises(ValueError, match="reentrant checkpoint runs layers again"):
+        first.backward()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])

@@ -174,6 +174,8 @@ class Isolation:
             return
         inputs = (args, kwargs)
         units = number_of_units(inputs, recorder.passes.latest_batch, self.batch_first)
+        if units is None:
+            self._warn(_UNSEEN.format("was called with no tensor"))
         if units is None or (units == 0 and self.ranks is None):
             return
         key = structure(inputs, units, sizes=self.ranks is None, training=module.training)
@@ -191,7 +193,10 @@ class Isolation:
             return None
         watch, self._watch = self._watch, None
         self._pending.append(watch)
-        return watch.gate(output)
+        output = watch.gate(output)
+        if not watch.gates and torch.is_grad_enabled():
+            self._warn(_UNSEEN.format(f"returned {type(output).__name__}, without such a tensor"))
+        return output
 
     def _due(self, key: Hashable) -> bool:
         schedule = self.schedule
@@ -327,6 +332,12 @@ class Isolation:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watch": None, "_pending": [], "_refusal": None}
+
+
+_UNSEEN = (
+    "the model {} that could be found: nothing checks whether a sample's gradient depends on other "
+    "samples of its batch. Use tensors, in lists, tuples, dictionaries or dataclasses"
+)
 
 
 def _explained(found: Difference, model: nn.Module, together: int, scalars: bool = False) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opacus.core.platform.trees import leaves_of, map_tensors, tensors_of
 
 # What trainers that normalise a loss by hand pass to the model: tokens in the whole batch.
 _TOKENS, _LABELS, _IGNORED = "num_items_in_batch", "labels", -100
@@ -40,15 +41,15 @@ class UnitRows:
 
     def divides(self, inputs: Any) -> bool:
         """Whether ``inputs`` can be cut into units at all."""
-        if any(isinstance(leaf, PackedSequence) for leaf in _leaves(inputs)):
+        if any(isinstance(leaf, PackedSequence) for leaf in leaves_of(inputs, PackedSequence)):
             return False
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(inputs)
         plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_sparse for t in tensors)
         return plain and any(self._cut(t) is not None for t in tensors)
 
     def has_squares(self, inputs: Any) -> bool:
         """Whether ``squares`` makes a difference, and something is cut either way."""
-        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        tensors = tensors_of(inputs)
         whole = [t for t in tensors if _is_square(t, self.units)]
         return bool(whole) and any(self.dim(t) is not None for t in tensors if t not in set(whole))
 
@@ -63,11 +64,11 @@ class UnitRows:
             own = tensor.detach().index_select(dim, index)
             return own.requires_grad_(tensor.requires_grad)
 
-        return _with_own_tokens(inputs, tree_map_only(Tensor, pick, inputs))
+        return _with_own_tokens(inputs, map_tensors(pick, inputs))
 
     def made_up(self, inputs: Any, rows: int) -> Any:
         """For a batch of no units, or a made-up one: ``inputs`` with ``rows`` rows of ones."""
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(inputs)
         if self.units == 0 and all(self._cut(t) is None for t in tensors):
             return replace(self, units=1).made_up(inputs, rows)
 
@@ -79,7 +80,7 @@ class UnitRows:
             ones = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
             return ones.requires_grad_(tensor.requires_grad)
 
-        return tree_map_only(Tensor, fill, inputs)
+        return map_tensors(fill, inputs)
 
     def output_dim(self, output: Tensor) -> int | None:
         """The dimension of an output that counts units, or m rows for each unit, if it is one.
@@ -129,8 +130,8 @@ def number_of_units(inputs: Any, known: int | None, batch_first: bool) -> int | 
     """Number of units: ``known``, or as many as the first tensor has rows."""
     if known is not None:
         return known
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim():
+    for leaf in tensors_of(inputs):
+        if leaf.dim():
             return leaf.shape[0 if batch_first or leaf.dim() < 2 else 1]
     return None
 
@@ -161,7 +162,3 @@ def _with_own_tokens(inputs: Any, own: Any) -> Any:
 
 def _is_square(tensor: Tensor, units: int) -> bool:
     return tuple(tensor.shape) == (units, units)
-
-
-def _leaves(inputs: Any) -> list[Any]:
-    return tree_leaves(inputs, is_leaf=lambda value: isinstance(value, PackedSequence))

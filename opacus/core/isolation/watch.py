@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from opacus.core.isolation.losses import batch_mean
 from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
+from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
 
 # Most units that are run together; no more than two of units with many outputs.
 TOGETHER = 8
@@ -44,13 +44,14 @@ class Watch:
         shared: bool,
         notice: Callable[[str], None] | None,
     ) -> None:
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(inputs)
         small = sum(t.numel() for t in tensors) <= COPIED_ELEMENTS
         self.inputs = _copied(inputs) if small else inputs
         self.rows = rows
         self.key = key
         self.shared = shared
-        self.received: set[int] = set()  # places of outputs that got a gradient
+        self.gates: set[int] = set()  # places of outputs whose gradient will be noted
+        self.received: set[int] = set()  # those that got one
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
         self.dims: dict[int, int] = {}  # that count units, of these outputs
@@ -63,11 +64,12 @@ class Watch:
 
     def gate(self, output: Any) -> Any:
         """``output`` of the model, whose gradient will be noted."""
-        leaves, tree = tree_flatten(output)
+        leaves, tree = flatten(output)
         for place, leaf in enumerate(leaves):
             if _has_graph(leaf):
                 leaves[place] = _Gate.apply(self, place, leaf)
-        return tree_unflatten(leaves, tree)
+                self.gates.add(place)
+        return unflatten(leaves, tree)
 
     def receive(self, place: int, grad: Tensor) -> None:
         """The gradient of an output has come; the first one counts."""
@@ -128,7 +130,7 @@ class Watch:
     def _count(self, most: int) -> int:
         """How many units are run together: no size of the inputs, so that it means units."""
         units = self.rows.units
-        tensors = [t for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
+        tensors = tensors_of(self.inputs)
         sizes = {s for t in tensors for d, s in enumerate(t.shape) if d != self.rows.dim(t)}
         most = min(units, TOGETHER, most)
         return next((n for n in range(most, 1, -1) if n not in sizes), most)
@@ -187,7 +189,7 @@ class WatchedRuns:
             for context in watch.contexts:
                 stack.enter_context(torch.autocast(**context))
             output = self.model(*args, **kwargs)
-        leaves = tree_leaves(output)
+        leaves = leaves_of(output)
         if self.made_up:
             used = [leaf for leaf in leaves if _has_graph(leaf)]
             return used, [torch.ones_like(leaf) for leaf in used]
@@ -272,12 +274,12 @@ def _output(leaves: list[Any], place: int, dims: int) -> Tensor:
 
 
 def _copied(inputs: Any) -> Any:
-    leaves, tree = tree_flatten(inputs)
+    leaves, tree = flatten(inputs)
     copies = [
         leaf.detach().clone().requires_grad_(leaf.requires_grad) if type(leaf) is Tensor else leaf
         for leaf in leaves
     ]
-    return tree_unflatten(copies, tree)
+    return unflatten(copies, tree)
 
 
 def _autocast_states() -> list[dict[str, Any]]:

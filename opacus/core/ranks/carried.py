@@ -41,11 +41,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
+from opacus.core.platform.trees import leaves_of
 from opacus.core.ranks.carrier_nodes import PartNode, Target, Unused
 from opacus.core.ranks.lone_parts import UseOfParts
 from opacus.core.record.carriers import BOTH, Carriers
@@ -63,6 +63,7 @@ from opacus.core.record.own_weights import (
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import ANCHOR, Use
 from opacus.core.record.recorder import Recorder
+from opacus.core.record.trail import constant
 from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
@@ -175,8 +176,7 @@ class Carried:
         plain = batch is not None and batch > 1 and forward_pass.named is None
         if not plain or limits.limited or limits.again:
             return
-        shapes = [tuple(t.shape) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        key = tuple([("samples", *s[1:]) if s[:1] == (batch,) else s for s in shapes])
+        key = tuple([_form(leaf, batch) for leaf in leaves_of(inputs)])
         most, known = self._known.get(key, (0, {}))
         if batch is not None and batch > most:
             self.learning = key, forward_pass
@@ -402,3 +402,11 @@ def _with_rows(like: Tensor, batch: int | None) -> Tensor:
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device whose elements are one."""
     return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _form(leaf: Any, batch: int | None) -> Hashable:
+    """What of an argument of the model decides what is carried, for any number of samples."""
+    if not isinstance(leaf, Tensor):
+        return constant(leaf)  # type: ignore[no-any-return]
+    shape = tuple(leaf.shape)
+    return ("samples", *shape[1:]) if shape[:1] == (batch,) else shape

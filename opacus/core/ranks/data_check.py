@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from opacus.core.platform.trees import tensors_of
 from opacus.core.ranks.mesh import ModelRanks
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
@@ -81,7 +81,7 @@ class DataCheck:
 
 def fingerprint(inputs: Any, device: torch.device) -> Tensor:
     """``[4]`` int64: rows, two sums over the bytes, whether these tell batches apart."""
-    tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+    tensors = tensors_of(inputs)
     rows = next((t.shape[0] for t in tensors if t.dim()), 0)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     varied = torch.zeros((), dtype=torch.bool, device=device)

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_map_with_path
+
+from opacus.core.platform.trees import map_tensors
 
 
 def with_a_row(args: Any, kwargs: Any, dim: int) -> tuple[Any, Any]:
@@ -47,4 +49,4 @@ def without_the_row(output: Any, dim: int) -> Any:
         one = value.dim() > dim and value.shape[dim] == 1
         return value.narrow(dim, 0, 0) if one else value
 
-    return tree_map_only(Tensor, emptied, output)
+    return map_tensors(emptied, output)

@@ -20,8 +20,12 @@ import torch
 
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.provenance import batch_of, possible_batches
+from opacus.core.rules.units import Units
 
 logger = logging.getLogger(__name__)
+
+
+Hidden = dict[str, list[Units | str | None]]
 
 
 class Waiting(Protocol):
@@ -90,6 +94,8 @@ class ForwardPass:
         moved: Layers whose rows are not the units in their order.
         kinds: Layers that ran, with the number of dimensions of what they gave.
         long: Layers that ran in eager code on many tokens of each sample.
+        hidden: Units of each use of a layer without gradients, as reentrant checkpoints let them
+            run; a text says why they are unknown.
     """
 
     generation: Generation
@@ -103,6 +109,7 @@ class ForwardPass:
     moved: set[str] = field(default_factory=set)
     kinds: set[tuple[str, int]] = field(default_factory=set)
     long: set[str] = field(default_factory=set)
+    hidden: Hidden = field(default_factory=dict)
 
     def reach(self) -> None:
         """A backward pass has come here."""
@@ -119,6 +126,7 @@ class Passes:
 
     Attributes:
         current: The call of the model that runs.
+        latest: The latest call of the model.
         generation: The latest one.
         latest_batch: Number of samples of the latest call, where its inputs tell.
         told: The same, if its inputs leave no doubt.
@@ -128,6 +136,7 @@ class Passes:
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.current: ForwardPass | None = None
+        self.latest: ForwardPass | None = None
         self.generation = Generation()
         self.latest_batch: int | None = None
         self.told: int | None = None
@@ -152,6 +161,7 @@ class Passes:
         # Also of an empty batch: other ranks' units are in it.
         note = None if self.named is None else self.named.note
         self.current = ForwardPass(self.generation, batch, self._sizes, named=named, note=note)
+        self.latest = self.current
         self.generation.calls.add(self.current)
         return self.current
 
@@ -216,8 +226,8 @@ class Passes:
 
     def forget(self) -> None:
         """Drop what is known of earlier forward passes; later ones start afresh."""
-        self.current = None
+        self.current = self.latest = None
         self.generation = Generation()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "current": None, "generation": Generation()}
+        return {**self.__dict__, "current": None, "latest": None, "generation": Generation()}

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.platform.trees import leaves_of, tensors_of
 from opacus.core.record.row_trail import SampleRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -68,7 +69,7 @@ class IndexCheck:
         self.follows = new and not _is_compiled(model)
         if not self._tables and not self.follows:
             return
-        tensors = [t for t in tree_leaves(inputs) if type(t) is Tensor]
+        tensors = [t for t in tensors_of(inputs) if type(t) is Tensor]
         self._ambiguous = (
             batch is not None and batch > 1 and any(batch in t.shape[1:] for t in tensors)
         )
@@ -223,7 +224,7 @@ def batch_of(inputs: Any, dim: int) -> int | None:
 
     Those with one row, of no more dimensions than the others, may be the same for all samples.
     """
-    leaves = tree_leaves(inputs, is_leaf=lambda v: isinstance(v, PackedSequence))
+    leaves = leaves_of(inputs, PackedSequence)
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         return None
     dims: dict[int, int] = {}  # number of rows -> most dimensions of a tensor with so many

@@ -4,9 +4,9 @@ Note [Compiled blocks in checkpoints]
     A checkpoint drops what a compiled graph saves, the number of each layer's use too, and runs the
     graph again in the backward pass. Which forward pass it is part of then comes from the
     model's outputs: hooks on them are called before anything behind them is computed again. All
-    else that a use has is found as it was in the forward pass. Calls on rows of units that the user
-    names have such hooks, too. The hooks also keep the forward pass among those that wait for their
-    backward, as long as its graph lives.
+    else that a use has is found as it was in the forward pass. The hooks also keep the forward pass
+    among those that wait for their backward, as long as its graph lives. Calls whose rows the user
+    names units of have them, too, and calls with moved rows in reentrant checkpoints.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import functools
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.platform.trees import tensors_of
 from opacus.core.record.named import NamedUnits
-from opacus.core.record.passes import ForwardPass
+from opacus.core.record.passes import ForwardPass, Passes
+from opacus.core.record.trail import same_uses
 from opacus.core.rules.spec import LayerSpec
 
 
@@ -49,10 +50,11 @@ class Reached:
     def end(self, output: Any) -> None:
         """The call has ended, with this output; ``None`` if it failed."""
         running, self._running = self._running, None
+        self._passes = []
         if running is None:
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 leaf.register_hook(functools.partial(self._reach, running))
 
     def _reach(self, compiled: CompiledPass, grad: Tensor) -> None:
@@ -69,20 +71,18 @@ class Reached:
         """The forward passes whose outputs the running backward pass has gone through."""
         return self._passes if number_of_backward() == self._backward else []
 
-    def check_names(self, named: NamedUnits | None) -> None:
+    def check_rows(self, passes: Passes) -> None:
         """A reentrant checkpoint runs layers again, in the order of the backward passes.
 
-        Args:
-            named: Units of the latest call of the model, by which their rows would be told apart.
-
         Raises:
-            ValueError: They are of another call, on rows of other units.
+            ValueError: They may be of another call than the latest one, by which the units of their
+                rows would be told, and in which they are others.
         """
-        if named is None:
-            return
-        for own in [one.named for one in self._passes]:
-            # The call on an empty batch has none.
-            if named.count if own is None else own is not named and not named.same(own):
+        latest = passes.latest
+        for own in {*self._passes, *passes.generation.calls}:
+            hidden = {} if latest is None else latest.hidden
+            moved = own is not latest and not same_uses(own.hidden, hidden)
+            if moved or _other_names(own.named, passes.named):
                 raise ValueError(
                     "a reentrant checkpoint runs layers again, of an earlier call of the model "
                     "than the latest one, on rows of other units: whose those are is not known. "
@@ -108,6 +108,12 @@ class Reached:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_running": None, "_backward": -1, "_passes": []}
+
+
+def _other_names(own: NamedUnits | None, named: NamedUnits | None) -> bool:
+    if named is None or own is named:
+        return False
+    return named.count > 0 if own is None else not named.same(own)  # an empty batch has none
 
 
 _WHY = "the checkpoint is reentrant, or the loss is of something else than the model's outputs"

@@ -164,6 +164,8 @@ class Recorder(Taps):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
         ended, self.ours = self.passes.end(), self.in_backward
+        if ended is not None and self.whose.moved_hidden:
+            self.reached.note(ended)
         self.reached.end(output)
         self.end_lone()
         if output is None:

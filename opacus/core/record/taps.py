@@ -209,7 +209,7 @@ class Taps:
             return self.passes.current
         again = self.in_backward or number_of_backward() >= 0  # by a reentrant checkpoint
         if again:
-            self.reached.check_names(self.passes.named)
+            self.reached.check_rows(self.passes)
         return self.passes.outside(in_backward=self.in_backward, recomputed=again)
 
     def batch_dim(self, layer: Layer, output_dims: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.layers import Layer
-from opacus.core.record.passes import ForwardPass
+from opacus.core.record.passes import ForwardPass, Hidden
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.record import Use, differentiable
 from opacus.core.record.shared import Scope
@@ -41,7 +41,7 @@ class WhoseRows:
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
-        self._hidden: dict[str, list[Units | str | None]] = {}
+        self._hidden: Hidden = {}
 
     def fresh(self) -> WhoseRows:
         """One for forward passes on the side."""
@@ -76,6 +76,8 @@ class WhoseRows:
     def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
         """It has ended, with this output; ``None`` if it failed."""
         self._follows, self.asked = False, bool(self._hidden)
+        if forward_pass is not None:
+            forward_pass.hidden = self._hidden
         self.indices.end()
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
 
@@ -162,6 +164,11 @@ class WhoseRows:
             units = str(error)
         self._hidden.setdefault(spec.name, []).append(units)
         self.asked = True
+
+    @property
+    def moved_hidden(self) -> bool:
+        """Whether a layer ran without gradients in the latest call, on rows that are no samples."""
+        return any(units is not None for uses in self._hidden.values() for units in uses)
 
     def _units_before(self, spec: LayerSpec) -> Units | None:
         """The units of a layer that is computed again, in a pass that was hidden.

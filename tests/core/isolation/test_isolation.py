@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -660,3 +661,65 @@ def test_structures_and_rows() -> None:
     one = rows.select({"x": torch.arange(6.0).view(3, 2), "mask": mask, "k": 2}, [2])
     assert one["x"].tolist() == [[4.0, 5.0]] and one["k"] == 2
     assert UnitRows(3, squares=False).select((mask,), [2])[0] is mask
+
+
+# --- outputs and inputs in containers that torch's pytrees do not open ---
+
+
+@dataclass
+class Held:
+    x: Any
+
+
+class Coupled(nn.Module):
+    """The gradient of each sample depends on the sign of a sum over all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, batch: Any) -> Any:
+        x = batch if isinstance(batch, Tensor) else batch.x
+        output = self.net(x)
+        output = output * (output.detach() * x[:, :1]).sum().sign()
+        return output if isinstance(batch, Tensor) else Held(output)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", [Held, lambda x: x])
+def test_outputs_in_a_dataclass_are_checked(wrap: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    parts, (x, y) = private(Coupled(), mode), vectors()
+
+    def loss(model: Any, criterion: Any, batch: Any) -> Any:
+        output = model(batch[0])
+        return criterion(getattr(output, "x", output), batch[1])
+
+    with pytest.raises((IsolationError, ValueError), match="sample"):
+        step(parts, (wrap(x), y), loss)
+
+
+class Aside(nn.Module):
+    """What it takes and gives cannot be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, batch: Any) -> Any:
+        self.output = self.net(batch() if callable(batch) else batch)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [(lambda x: x, "returned NoneType"), (lambda x: lambda: x, "was called with no tensor")],
+)
+def test_what_cannot_be_looked_into_is_told_once(wrap: Any, what: str) -> None:
+    (model, optimizer, criterion), (x, y) = private(Aside(), "hooks"), vectors()
+    with pytest.warns(UserWarning, match=what) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(wrap(x))
+            criterion(model.output, y).backward()
+            optimizer.step()
+    assert len([one for one in seen if "nothing checks" in str(one.message)]) == 1

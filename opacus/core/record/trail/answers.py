@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.platform.trees import leaves_of, tensors_of
 from opacus.core.record.trail.labels import Labels
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
@@ -37,37 +37,27 @@ class Answer:
     """What is remembered of forward passes with inputs of one structure.
 
     Attributes:
-        absent: Layers that did not run in the passes that were followed.
-        uses: The units of each use of the others; ``None`` if they are the rows of all of them.
-        kinds: What ran in those passes.
+        uses: The units of each use of a layer; ``None`` if they are the rows of all of them.
+        ran: Layers that ran in the passes that were followed.
+        kinds: What those gave.
         passes: So many have begun, followed or not.
     """
 
-    absent: AbstractSet[str]
     uses: Uses | None = None
+    ran: AbstractSet[str] = frozenset()
     kinds: Kinds = frozenset()
     passes: int = 1
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
-        again = {name: uses for name, uses in found.items() if name not in self.absent}
-        return _equal(again, self.uses)
+        return same_uses(
+            {name: uses for name, uses in found.items() if name in self.ran}, self.uses
+        )
 
-    def ran(self, found: Uses, kinds: Kinds) -> None:
-        """A pass was followed, in which these ran."""
-        self.kinds = self.kinds | kinds
-        self.absent = self.absent - found.keys() - {name for name, _ in kinds}
-
-    def follows_next(self, trained: Callable[[str], object]) -> bool:
-        """Whether the pass that begins now is followed."""
+    def looks_again(self) -> bool:
+        """Whether the pass that begins now is followed anyway."""
         self.passes += 1
-        if self.passes in LOOK_AGAIN or self.passes % INTERVAL == 0:
-            return True
-        waits_for = [name for name in self.absent if trained(name)]
-        if waits_for and self.passes == LOOK_AGAIN[-1] + 1:
-            some = ", ".join(sorted(waits_for)[:5]) + (", ..." if len(waits_for) > 5 else "")
-            warnings.warn(_WAITS.format(some), stacklevel=2)
-        return bool(waits_for)
+        return self.passes in LOOK_AGAIN or self.passes % INTERVAL == 0
 
 
 class Follower:
@@ -79,8 +69,8 @@ class Follower:
 
     A model may branch on its own counters, or on values that the program has read. So passes are
     followed until each trained layer has run in one, and some later ones are again; if one differs,
-    all are from then on. One that was not followed is refused if a layer gave tensors of other
-    dimensions in it: their rows may be anything's.
+    all are from then on. One that was not followed is refused if a layer ran in it that inputs of
+    this structure had not run, or gave tensors of other dimensions: their rows may be anything's.
 
     Args:
         trained: For each layer, by name, what gives the parameters of it that are trained now.
@@ -89,6 +79,7 @@ class Follower:
     def __init__(self, trained: Mapping[str, Callable[[], object]]) -> None:
         self._trained = trained
         self._answers: dict[Any, Answer] = {}
+        self._absent = set(trained)  # layers that no pass has been followed of
         self._always: set[Any] = set()  # structures that are followed each time
         self._keys: tuple[Any, Any] = (None, None)
         self._count = 0
@@ -117,14 +108,14 @@ class Follower:
             Whether :meth:`units_of` has to be asked about each layer; ``None`` if it cannot say.
         """
         self.end()
-        leaves = tree_leaves(inputs)
+        leaves = leaves_of(inputs)
         self._keys = _structure(leaves, count), _shapes(leaves, count)
         known = next((k for k in self._keys if k in self._answers), None)
         self._count, self._places = count, {}
         if known is not None and self._keys[0] not in self._always:
             answer = self._answers[known]
             self._known = answer.uses
-            if not answer.follows_next(lambda name: self._trained[name]()) or not can_follow():
+            if not (answer.looks_again() or self._waits(answer)) or not can_follow():
                 self._unfollowed = answer
                 return self._known is not None
         elif not can_follow():
@@ -142,7 +133,7 @@ class Follower:
 
         Raises:
             ValueError: See :meth:`Trail.check`.
-            RuntimeError: A layer gave tensors of other dimensions than before.
+            RuntimeError: A layer ran otherwise than before, in a pass that was not followed.
         """
         trail, found = self._trail, self._found
         unfollowed, self._unfollowed = self._unfollowed, None
@@ -153,8 +144,9 @@ class Follower:
                 self.ran_otherwise(f"layer '{min(other)[0]}'")
             return
         trail.__exit__(None, None, None)
+        self._absent -= found.keys() | {name for name, _ in kinds}
         if output is not None:
-            trail.check([t for t in tree_leaves(output) if isinstance(t, Tensor)])
+            trail.check(tensors_of(output))
         if output is None or not found or self._keys[0] in self._always:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
@@ -165,6 +157,14 @@ class Follower:
             return
         self._remember(trail, answer, found, kinds)
 
+    def _waits(self, answer: Answer) -> bool:
+        """Whether trained layers have run in no pass that was followed."""
+        absent = sorted(name for name in self._absent if self._trained[name]())
+        if absent and answer.passes == LOOK_AGAIN[-1] + 1:
+            some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+            warnings.warn(_WAITS.format(some), stacklevel=2)
+        return bool(absent)
+
     def _remember(self, trail: Trail, answer: Answer | None, found: Uses, kinds: Kinds) -> None:
         """A pass was followed that agrees with what was known, if anything was."""
         units = [u for uses in found.values() for u in uses]
@@ -174,9 +174,10 @@ class Follower:
         if len(self._answers) >= MOST_ANSWERS:
             return
         if answer is None or (answer.uses is None and not plain):
-            answer = Answer(set(self._trained))
+            answer = Answer()
         answer.uses = None if plain else found
-        answer.ran(found, kinds)
+        answer.kinds = answer.kinds | kinds
+        answer.ran = answer.ran | found.keys() | {name for name, _ in kinds}
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer
 
@@ -258,7 +259,9 @@ _CHANGED = (
 )
 
 
-def _equal(found: Uses, known: Uses | None) -> bool:
+def same_uses(
+    found: Mapping[str, Sequence[Any]], known: Mapping[str, Sequence[Any]] | None
+) -> bool:
     """Whether a forward pass has the units that are remembered, whatever its sizes."""
     if known is None:
         return all(u is None for uses in found.values() for u in uses)
@@ -272,7 +275,7 @@ def _equal(found: Uses, known: Uses | None) -> bool:
 
 def _alike(a: Any, b: Any) -> bool:
     if not (isinstance(a, Units) and isinstance(b, Units)):
-        return a is b
+        return bool(a == b)
     if a.ids is None or b.ids is None:
         return a.ids is b.ids and a.dim == b.dim
     return a.ids.shape == b.ids.shape and torch.equal(a.ids, b.ids.to(a.ids.device))
@@ -291,7 +294,7 @@ def can_follow(model: nn.Module, inputs: Any) -> bool:
     """Whether a forward pass can be followed: nothing is compiled, nor under ``torch.func``."""
     if torch.compiler.is_compiling() or under_functorch() or _is_compiled(model):
         return False
-    return all(is_plain(t) for t in tree_leaves(inputs) if isinstance(t, Tensor))
+    return all(is_plain(t) for t in tensors_of(inputs))
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -310,14 +313,15 @@ def _structure(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
     return tuple(
         (t.dtype, *((n == count) - (n == 1) for n in t.shape))
         if isinstance(t, Tensor)
-        else _plain(t)
+        else constant(t)
         for t in leaves
     )
 
 
 def _shapes(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
-    return (count, *((t.dtype, t.shape) if isinstance(t, Tensor) else _plain(t) for t in leaves))
+    return (count, *((t.dtype, t.shape) if isinstance(t, Tensor) else constant(t) for t in leaves))
 
 
-def _plain(value: Any) -> Any:
+def constant(value: Any) -> Any:
+    """What of an argument that is no tensor may decide what a model does."""
     return value if isinstance(value, (bool, int, str, float)) else type(value)
