@@ -172,7 +172,7 @@ def test_a_step_without_examples_releases_noise_alone(tmp_path: Path, mode: str)
 def test_classification_against_the_oracle(tmp_path: Path) -> None:
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.2)
     data = Texts(lengths=(3, 9, 5), classes=3)
-    trainer = trained(Watched, bert(num_labels=3), tmp_path, data, privacy, **SPLIT)
+    trainer = trained(Watched, bert(num_labels=3), tmp_path, data, privacy, max_steps=4, **SPLIT)
     assert min(check_steps(trainer, bert(num_labels=3), 0.2, oracle.classes)) > 0.2
 
 
@@ -180,7 +180,7 @@ def test_checkpointing_of_activations(tmp_path: Path) -> None:
     privacy = DPArguments(noise_multiplier=0.0, clipping_norm=0.3)
     data = Texts(lengths=(3, 9, 5))
     trainer = trained(
-        Watched, llama(), tmp_path, data, privacy, gradient_checkpointing=True, **SPLIT
+        Watched, llama(), tmp_path, data, privacy, max_steps=4, gradient_checkpointing=True, **SPLIT
     )
     assert min(check_steps(trainer, llama(), 0.3)) > 0.3
 

@@ -37,7 +37,7 @@ def against_the_oracle(rank: int, world_size: int, folder: str, way: str, kind: 
     trainer = Watched(
         model=llama(),
         args=arguments(folder, kind, ddp_backend="gloo", max_steps=STEPS, eval_strategy="steps",
-                       eval_steps=3, per_device_train_batch_size=2, gradient_checkpointing=False,
+                       eval_steps=STEPS, per_device_train_batch_size=2, gradient_checkpointing=False,
                        **WAYS[way]),
         train_dataset=data, eval_dataset=data.select(range(6)),
         processing_class=texts.tokenizer(), **({"ref_model": llama()} if dpo else {}),
