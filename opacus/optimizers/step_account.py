@@ -29,14 +29,10 @@ class Paid(NamedTuple):
     counts: list[Count]
     books: list[Any]
 
-    def covers(self, other: Paid) -> bool:
-        """Whether nothing has to be recorded for ``other``, of the same step."""
-        return self.is_part_of(other) and other.batches <= self.batches
-
-    def is_part_of(self, other: Paid) -> bool:
-        """Whether both are of the same noise, in the same books."""
-        same = [id(book) for book in self.books] == [id(book) for book in other.books]
-        return same and self.noise_multiplier == other.noise_multiplier
+    def holds(self, noise_multiplier: float, books: list[Any]) -> bool:
+        """Whether a step with this noise is still recorded in these books."""
+        same = [id(book) for book in self.books] == [id(book) for book in books]
+        return same and self.noise_multiplier == noise_multiplier
 
 
 def _books(counts: list[Count]) -> list[Any]:
@@ -158,18 +154,19 @@ class CountedOptimizer(WrappedOptimizer):
     def _record(self, counts: list[Count], batches: int) -> Paid:
         """Record the step, unless that was done; one of more batches replaces what was."""
         earlier, noise_multiplier = self._paid, self._privacy.noise_multiplier
-        paid = Paid(batches, noise_multiplier, counts, _books(counts))
-        if earlier is not None and earlier.covers(paid):
+        if earlier is not None and not earlier.holds(noise_multiplier, _books(counts)):
+            earlier = None
+        if earlier is not None and batches <= earlier.batches:
             return earlier
         for count in counts:
             count.record(noise_multiplier)
         correlation = self._parallelism.correlation
         if correlation is not None:  # what is recorded again has rate 0
             correlation.pay(self._number)
-        elif earlier is not None and earlier.is_part_of(paid):
+        elif earlier is not None:
             for count in earlier.counts:
                 count.withdraw(noise_multiplier)
-        return paid._replace(books=_books(counts))
+        return Paid(batches, noise_multiplier, counts, _books(counts))
 
     def call_step_hooks(self) -> None:
         """Call the users' hooks, in the order in which they were attached."""

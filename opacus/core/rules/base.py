@@ -87,6 +87,10 @@ class LayerRule:
         """:meth:`norm_sq` of layers, some of which may have the same memory as activations."""
         return [self.norm_sq(*use) for use in uses]
 
+    def stacked_bytes(self, spec: LayerSpec, activations: Any, backprops: Any) -> int:
+        """What :meth:`norm_sq_of_several` needs for a while for this one of several layers."""
+        return 0
+
     def carried(self, spec: LayerSpec) -> Carried | None:
         """How the layer's own backward can form its per-sample gradients, if it can.
 

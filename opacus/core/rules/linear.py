@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import wide_bmm, wide_dtype
+from opacus.core.kernels.norms.reference import stacked_bytes, wide_bmm, wide_dtype
 from opacus.core.kernels.norms.tied import Heads, at_rows
 from opacus.core.platform.profiling import layers
 from opacus.core.rules.base import (
@@ -77,6 +77,10 @@ class LinearRule(LayerRule):
         weights = _with_weight(uses)
         products = self.kernels.products([pairs[i] for i in weights])
         return self._with_biases(uses, pairs, weights, products)
+
+    def stacked_bytes(self, spec: LayerSpec, activations: Any, backprops: Any) -> int:
+        pair = _tokens(spec, activations, backprops)
+        return stacked_bytes(*pair) if "weight" in spec.params else 0
 
     def norm_sq_of_many(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]

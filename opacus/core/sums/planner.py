@@ -21,6 +21,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from opacus.core.platform.memory import in_use
+from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.blocks import Blocks, Visit
 from opacus.core.record.record import Record
 from opacus.core.sums.choice import Choice, compare
@@ -35,6 +36,8 @@ REPLAYED_FORWARDS = 3
 # How much longer a block takes than its products alone: attention and what is elementwise
 # (measured: 26 ms of 14, 3B at 4x4096 on an H200).
 BESIDE_PRODUCTS = 1.8
+# Most bytes that the norms of several layers need at once, where one needs less.
+STACKED_BYTES = 4 * CHUNK_ELEMENTS
 # Choices that are remembered.
 MOST_KNOWN = 10_000
 
@@ -64,6 +67,7 @@ class Planner:
         # By which what is held shrinks when its sums have been formed, and grows as blocks run
         # again after that.
         self._freed = self._grown = 0
+        self._stacks = 0  # bytes that norms need where several are taken at once
         self._looked: Visit | None = None
         self._transient = self._again_needs = 0  # bytes that a block's backward, and replay, need
         self.looks = False  # whether blocks of this step may have to run again, or to leave
@@ -97,7 +101,7 @@ class Planner:
         self._in_sum, self._spare, self._forced = in_sum, spare, again
         self._of_element, self._freed, self._grown = of_element, 0, 0
         self.peak_bytes, self._looked = peak_bytes, None
-        self._transient = self._again_needs = 0
+        self._transient = self._again_needs = self._stacks = 0
         self.held_bytes = self.host_bytes = 0
         self._most = budget_bytes
         self.budget_bytes = self._limit()
@@ -240,7 +244,7 @@ class Planner:
                 last = self.held_bytes - self._freed + max(0, self._grown)
                 self.report.expect(self._base + last + self._in_sum + self._again_needs)
         if self.looks and self.blocks and not self.blocks.chosen and not self.host_bytes:
-            growth = self.report.predicted_peak - self._begun
+            growth = self.report.predicted_peak - self._begun + self._stacks
             self._room.note(self._size, growth, self.held_bytes)
 
     def forget(self) -> None:
@@ -293,9 +297,17 @@ class Planner:
             visit.held += choice.bytes[what]
             visit.freed += freed
             self.largest_block = max(self.largest_block, visit.held)
+        if self.looks and what == "keep":
+            self._stack(record)
         taken = choice if what == choice.what else replace(choice, what=what)
         self.report.choices[choice.layer] = taken
         return what == "store"
+
+    def _stack(self, record: Record) -> None:
+        """In a step like this that is not looked at, its norm is taken together with others."""
+        use = record.activations, record.backprops
+        own = record.layer.rule.stacked_bytes(record.spec, *use)
+        self._stacks = max(own, self._stacks, min(self._stacks + own, STACKED_BYTES))
 
     def _choice(self, record: Record) -> Choice:
         tensors = record.tensors

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.core.kernels.norms import reference
 from opacus.core.norms.kept import Kept
 from opacus.core.norms.ledger import SquaredNorms
+from opacus.core.sums import choice as choosing
 from opacus.core.sums import planner as planner_module
 from opacus.core.sums.planner import Planner
+from opacus.core.sums.rates import Rates
 from opacus.core.sums.terms import KeptSums
 from tests.helpers import oracle
 from tests.helpers.replayed_blocks import (
@@ -119,6 +122,36 @@ def test_as_many_blocks_are_held_as_the_peak_allows(monkeypatch: pytest.MonkeyPa
             assert blocks == 0 or at_start <= limit < at_start + 2 * more, limit
     assert sorted(held) == [0, 1, 2, 3, 4]
     assert sorted(held.values()) == [held[blocks] for blocks in range(5)]
+
+
+def test_norms_that_are_taken_together_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is not looked at takes several at once, with as many Gram matrices."""
+    monkeypatch.setattr(choosing, "rates_of", lambda *place: Rates(multiply_adds=1e18, bytes=1e9))
+    monkeypatch.setattr(planner_module, "in_use", lambda: 10_000)
+    stacks: list[int] = []
+    of_products = reference._of_products
+
+    def noting(left: Tensor, right: Tensor, *given: Any, **how: Any) -> Tensor:
+        stacks.append(left.nbytes + right.nbytes)
+        return of_products(left, right, *given, **how)
+
+    monkeypatch.setattr(reference, "_of_products", noting)
+    made = private(build(), 0.1)
+    planner = made[0]._strategy.planner
+    made[0]._strategy.limits.peak = 1 << 30
+    made[0]._limited()
+    step(made)
+    looked_at = planner.report.predicted_peak
+    assert planner.looks and set(ways(made[0]).values()) >= {"keep"}
+    stacks.clear()
+    step(made)
+    assert not planner.looks and max(stacks) == 8 * 2 * B * T * T * 8  # two layers of each block
+    assert planner.report.predicted_peak == looked_at + max(stacks)
+    limit = planner.report.predicted_peak
+    for room, looks in ((0, False), (1, True)):
+        made[0]._strategy.limits.peak = limit - room
+        step(made)
+        assert planner.looks is looks
 
 
 def test_nothing_is_formed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,15 @@ def gram_norms_sq(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return _settle(pairs, parts[0] if len(parts) == 1 else torch.cat(parts, 3))
 
 
+def stacked_bytes(activations: Tensor, backprops: Tensor) -> int:
+    """Most bytes of Gram matrices that :func:`products_norm_sq` has at once of one layer."""
+    batch, tokens, d = activations.shape
+    if tokens == 1 or not gram_is_cheaper(tokens, d, backprops.shape[2]):
+        return 0
+    rows = max(1, min(CHUNK_ELEMENTS // max(1, batch * tokens), GRAM_ROWS, tokens))
+    return 2 * batch * tokens * rows * wide_dtype(activations, backprops).itemsize
+
+
 def _most_stacked(batch: int, tokens: int) -> int:
     """Layers whose Gram matrices, two of each, are formed at once."""
     from_memory = CHUNK_ELEMENTS // (2 * batch * tokens * min(tokens, GRAM_ROWS))
