@@ -273,7 +273,7 @@ class Isolation:
         try:
             found = self._probe.run(runs)
         except IncomparableError as reason:
-            raise ValueError(f"the model cannot be checked: {reason}") from None
+            raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
         if self._any_rank(bool(found)):
             text = _explained(found[0], self.model, runs.count) if found else _ELSEWHERE
             raise IsolationError(text)
