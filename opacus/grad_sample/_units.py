@@ -23,10 +23,8 @@ class NamedByUser(OpacusNames):
         auto_choice: The choice of ``grad_sample_mode="auto"``, if that was requested.
         privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
             sample i.
-        names: Of the units of a step's batches, where the user names them for good.
     """
 
-    names: Names | None = None
     _ranks_differ = False
     auto_choice: ChosenMode | None = None
     privacy_unit: str | None = None
@@ -56,7 +54,7 @@ class NamedByUser(OpacusNames):
         self._ranks_differ = ranks_differ
         self.privacy_unit = privacy_unit
         if privacy_unit not in DOCUMENTS:
-            self.names = Names()
+            self._unit_names = Names()
             self.forbid_grad_accumulation()
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -69,9 +67,9 @@ class NamedByUser(OpacusNames):
         recorder.passes.name_units(None)
         if trains:
             named = named_units(key, names, tree_leaves((args, kwargs)))
-            if self.names is not None:
+            if self._unit_names is not None:
                 everyone = self._of_all_ranks(key, named.names)
-                named = replace(named, note=partial(self.names.note, everyone))
+                named = replace(named, note=partial(self._unit_names.note, everyone))
             recorder.passes.name_units(named)
         return args, kwargs
 
