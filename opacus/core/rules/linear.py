@@ -154,7 +154,6 @@ class LinearRule(LayerRule):
             and x.dtype == g.dtype
             and out.dtype == wide_dtype(g)
             and (g.is_cuda or g.dtype == out.dtype)  # else copies would be widened for each rank
-            and out.dim() == 2
             and rows % ranks == 0
             and (ranks == 1 or rows // ranks >= RANK_ROWS)
         )
