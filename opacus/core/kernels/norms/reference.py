@@ -189,7 +189,10 @@ def products_norm_sq(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def by_input(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """Places of the pairs whose activations are the same memory together, in order of the first."""
+    """Places of the pairs whose activations are the same memory together, in order of the first.
+
+    That order does not depend on addresses, which change from step to step.
+    """
     groups: dict[Any, list[int]] = {}
     for place, (a, _) in enumerate(pairs):
         # All are alive, so that equal addresses are the same memory; 0 stands for none.
