@@ -85,8 +85,8 @@ def leave_one_out(
 @contextmanager
 def _nothing_released(optimizer: Any) -> Iterator[None]:
     """Within the block steps only accumulate, and draws are not compared with batches."""
-    draws, names = optimizer._draws, optimizer._units_of_step
-    optimizer._draws = optimizer._units_of_step = None
+    draws, names = optimizer._draws, optimizer._unit_names
+    optimizer._draws = optimizer._unit_names = None
     once = getattr(optimizer, "reduce_once", False)
     optimizer.reduce_once = False  # so that a physical batch's sum is there to be read
     try:
@@ -96,7 +96,7 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
     finally:
         optimizer.reset_accumulation()
         optimizer.zero_grad()
-        optimizer._draws, optimizer._units_of_step, optimizer.reduce_once = draws, names, once
+        optimizer._draws, optimizer._unit_names, optimizer.reduce_once = draws, names, once
 
 
 def _ranks(optimizer: Any) -> int:

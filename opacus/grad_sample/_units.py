@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.privacy.draws import Names
+from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
@@ -54,7 +54,7 @@ class NamedByUser(OpacusNames):
         self._ranks_differ = ranks_differ
         self.privacy_unit = privacy_unit
         if privacy_unit not in DOCUMENTS:
-            self._unit_names = Names()
+            self._unit_names = UnitNames()
             self.forbid_grad_accumulation()
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from opacus.core.isolation.check import Isolation
 from opacus.core.platform.allocator import keep_freed_memory
 from opacus.core.platform.profiling import PROFILE
-from opacus.core.privacy.draws import Names
+from opacus.core.privacy.unit_names import UnitNames
 
 # Attributes that appear on parameters while a model is private; all of them are gone
 # after cleanup().
@@ -56,7 +56,7 @@ class AbstractGradSampleHooks(ABC):
 
     # Here, so that a wrapped module's attributes of these names are not taken for them.
     isolation: Isolation | None = None
-    _unit_names: Names | None = None
+    _unit_names: UnitNames | None = None
     _untapped: Sequence[tuple[str, nn.Parameter]] = ()
 
     def __init__(
