@@ -93,7 +93,8 @@ def check_public_numbers(
             "over the private data set, such as DataLoader(dataset, batch_size=64)"
         )
     given = sample_rate is not None and expected_batch_size is not None
-    if not given and isinstance(getattr(data_loader, "dataset", None), IterableDataset):
+    streams = isinstance(data_loader.dataset, IterableDataset)
+    if streams and not given:
         try:
             len(data_loader.dataset)
         except TypeError:

@@ -183,7 +183,7 @@ class EngineSteps(EngineCheckpoints):
     ) -> None:
         """Let model, optimizer, loader and accountant know of each other."""
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
-        optimizer.isolation = getattr(model, "isolation", None)
+        optimizer.isolation = model.isolation
         self._prepare_noise(optimizer, settings.module)
         optimizer._parallelism.grid = settings.release_grid
         if settings.correlated_noise is not None:
@@ -193,7 +193,7 @@ class EngineSteps(EngineCheckpoints):
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
         draws = loader.batch_sampler.draws if settings.poisson_sampling else None
-        optimizer.follow(draws, getattr(model, "names", None))
+        optimizer.follow(draws, model._unit_names)
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:
         # One home of C, sigma and reduction for clipping and noise.

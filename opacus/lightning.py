@@ -30,6 +30,7 @@ class DPLightningDataModule(pl.LightningDataModule):
         self.datamodule = datamodule
         self.generator = generator
         self._training: DPDataLoader | None = None
+        self._batches = 0  # of the loader that it was made from
 
     def prepare_data(self) -> None:
         """As the wrapped module."""
@@ -49,12 +50,13 @@ class DPLightningDataModule(pl.LightningDataModule):
         if (
             known is None
             or known.dataset is not plain.dataset
-            or len(known) != len(plain)
+            or self._batches != len(plain)
             or known.distributed != several  # it was asked for before the ranks had met
         ):
             known = self._training = DPDataLoader.from_data_loader(
                 plain, generator=self.generator, distributed=several
             )
+            self._batches = len(plain)
         return known
 
     def val_dataloader(self) -> Any:

@@ -85,8 +85,8 @@ def leave_one_out(
 @contextmanager
 def _nothing_released(optimizer: Any) -> Iterator[None]:
     """Within the block steps only accumulate, and draws are not compared with batches."""
-    draws, names = optimizer._draws, optimizer._units_of_step
-    optimizer._draws = optimizer._units_of_step = None
+    draws, names = optimizer._draws, optimizer._unit_names
+    optimizer._draws = optimizer._unit_names = None
     once = getattr(optimizer, "reduce_once", False)
     optimizer.reduce_once = False  # so that a physical batch's sum is there to be read
     try:
@@ -94,7 +94,7 @@ def _nothing_released(optimizer: Any) -> Iterator[None]:
         optimizer.zero_grad()
         yield
     finally:
-        optimizer._draws, optimizer._units_of_step, optimizer.reduce_once = draws, names, once
+        optimizer._draws, optimizer._unit_names, optimizer.reduce_once = draws, names, once
         optimizer.reset_accumulation()  # what has been noted of units, too
         optimizer.zero_grad()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.privacy.draws import Names
+from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.mesh import ranks_of
 from opacus.core.record.named import DOCUMENTS, gives_units, named_units, take_units
 from opacus.core.step.auto import ChosenMode
@@ -29,10 +29,8 @@ class NamedByUser(OpacusNames):
         auto_choice: The choice of ``grad_sample_mode="auto"``, if that was requested.
         privacy_unit: Argument of the model that says whose each row is; ``None``: row i is
             sample i.
-        names: Of the units of a step's batches, where the user names them for good.
     """
 
-    names: Names | None = None
     _ranks_differ = False
     auto_choice: ChosenMode | None = None
     privacy_unit: str | None = None
@@ -62,7 +60,7 @@ class NamedByUser(OpacusNames):
         self._ranks_differ = ranks_differ
         self.privacy_unit = privacy_unit
         if privacy_unit not in DOCUMENTS:
-            self.names = Names()
+            self._unit_names = UnitNames()
             self.forbid_grad_accumulation()
 
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -76,13 +74,13 @@ class NamedByUser(OpacusNames):
             args, kwargs, value = take_units(key, args, kwargs)
             named = named_units(key, value, tree_leaves((args, kwargs))) if trains else None
         except ValueError as error:
-            if trains and self.names is not None:
+            if trains and self._unit_names is not None:
                 with suppress(RuntimeError):  # its own says more here
                     self._of_all_ranks(key, torch.tensor([_REFUSED]), str(error))
             raise
-        if named is not None and self.names is not None:
+        if named is not None and self._unit_names is not None:
             everyone = self._of_all_ranks(key, named.names)
-            named = replace(named, note=partial(self.names.note, everyone))
+            named = replace(named, note=partial(self._unit_names.note, everyone))
         recorder.passes.name_units(named)
         return args, kwargs
 

@@ -75,6 +75,7 @@ class GradSampleHooks(NamedByUser):
 
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], Sampler]] = {}
     _sees_loss: ClassVar[bool] = False  # whether the criterion is ours
+    isolation: Isolation
 
     def __init__(
         self,

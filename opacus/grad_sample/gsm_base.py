@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from opacus.core.isolation.check import Isolation
 from opacus.core.platform.allocator import keep_freed_memory
 from opacus.core.platform.profiling import PROFILE
+from opacus.core.privacy.unit_names import UnitNames
 
 # Attributes that appear on parameters while a model is private; all of them are gone
 # after cleanup().
@@ -72,9 +74,14 @@ class AbstractGradSampleHooks(ABC):
         loss_reduction: ``"mean"`` or ``"sum"``, how the loss is reduced over samples.
 
     Attributes:
+        isolation: Checks that samples do not depend on each other, where layers are recorded.
+        _unit_names: Of the units of a step's batches, where the user names them for good.
         _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
     """
 
+    # Here, so that a wrapped module's attributes of these names are not taken for them.
+    isolation: Isolation | None = None
+    _unit_names: UnitNames | None = None
     _untapped: Sequence[tuple[str, nn.Parameter]] = ()
 
     held_budget: Any = OfOtherModes(ONLY_BK)

@@ -329,18 +329,20 @@ class DPOptimizer(
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
         if not self._is_last_step_skipped:
-            self.give_up_step()
-            self._forget_clipping_norm()
-            self._forget_batch()
+            self._forget_step()
         self.original_optimizer.zero_grad(set_to_none)
+
+    def _forget_step(self) -> None:
+        """The step is over, or will not be finished."""
+        self.give_up_step()
+        self._forget_batch()
+        self._forget_clipping_norm()
 
     def reset_accumulation(self) -> None:
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
-        self.give_up_step()
-        self._forget_batch()
+        self._forget_step()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = False
-        self._forget_clipping_norm()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ class CountedOptimizer(WrappedOptimizer):
         self._paid = None
 
     def _count_step(self, counts: list[Count]) -> None:
-        self._record(counts, 1 if self._paid is None else self.accumulated_iterations)
+        self._record(counts, self.accumulated_iterations)
         self._paid = None
 
     def _record(self, counts: list[Count], batches: int) -> Paid:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
-from opacus.core.privacy.draws import Draws, Names
+from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.meeting import Meetings, ranks_holding
 from opacus.core.ranks.parallelism import Single
 
@@ -46,23 +47,23 @@ class CheckedOptimizer:
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
     # Of units, where the user names them.
-    _units_of_step: Names | None = None
+    _unit_names: UnitNames | None = None
     _world_is_known = False
     # Of ranks that hold different samples: before a step each says whether it has what it drew.
     _meetings: Meetings | None = None
     _met = 0
 
-    def follow(self, draws: Draws | None, names: Names | None) -> None:
+    def follow(self, draws: Draws | None, unit_names: UnitNames | None) -> None:
         """Look at the batches of steps.
 
         Args:
             draws: Of the Poisson sampler as whose batches steps are counted.
-            names: Of the units in each batch.
+            unit_names: Of the units in each batch.
         """
-        self._draws, self._units_of_step = draws, names
+        self._draws, self._unit_names = draws, unit_names
         self._warned_of_no_draw = False
         self._met = 0
-        looks = not (draws is names is None)
+        looks = draws is not None or unit_names is not None
         if looks and self._parallelism.world_size > 1:
             self._meetings = Meetings(ranks_holding(self.params), "draws")
 
@@ -76,9 +77,10 @@ class CheckedOptimizer:
         """Refuse a batch that is not one that was drawn, on all ranks alike.
 
         Raises:
-            RuntimeError: See :class:`~opacus.core.privacy.draws.Draws` and ``Names``.
+            RuntimeError: See :class:`~opacus.core.privacy.draws.Draws` and
+                :class:`~opacus.core.privacy.unit_names.UnitNames`.
         """
-        if self._draws is self._units_of_step is None:
+        if self._draws is None and self._unit_names is None:
             return
         final = not self._check_skip_next_step(pop_next=False)
         error: RuntimeError | None = None
@@ -96,8 +98,8 @@ class CheckedOptimizer:
             correlation.take_part(self._draws.part, self._parallelism.key.step)
 
     def _look_at_batch(self, final: bool) -> None:
-        if self._units_of_step is not None:
-            self._units_of_step.check(final)
+        if self._unit_names is not None:
+            self._unit_names.check(final)
         if self._draws is None:
             return
         if self._parallelism.correlation is not None and not self._draws.started:
@@ -116,7 +118,7 @@ class CheckedOptimizer:
 
     def _forget_batch(self) -> None:
         """What the step has seen is dropped."""
-        for seen in (self._draws, self._units_of_step):
+        for seen in (self._draws, self._unit_names):
             if seen is not None:
                 seen.forget()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from opacus import PrivacyEngine
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
@@ -208,7 +210,7 @@ def test_lightning(mode: str, precision: str) -> None:
     assert_close([p.grad for p in trainable(model)], [w / B for w in want], 2e-2 if half else 1e-5)
 
 
-def data_module() -> Any:
+def data_module(how: Mapping[str, Any] = MappingProxyType({})) -> Any:
     lightning = pytest.importorskip("pytorch_lightning")
     from opacus.lightning import DPLightningDataModule
 
@@ -216,7 +218,7 @@ def data_module() -> Any:
         data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
 
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(self.data, batch_size=10)
+            return DataLoader(self.data, **{"batch_size": 10, **how})
 
     return DPLightningDataModule(Plain())
 
@@ -242,6 +244,20 @@ def test_steps_are_compared_with_the_draws_of_a_data_module(
     assert "has not been iterated" not in caplog.text
     with pytest.raises(RuntimeError, match="the data loader drew"):
         step(batches[-1][0][1:], batches[-1][1][1:])
+
+
+@pytest.mark.parametrize("samples", [None, 40, 100])
+def test_a_data_module_has_one_loader_for_each_data_set(samples: int | None) -> None:
+    """Also where its sampler, of another length, is replaced."""
+    how: dict[str, Any] = {}
+    if samples is not None:
+        how["sampler"] = WeightedRandomSampler([1.0] * 40, samples)
+    module = data_module(how)
+    known = module.train_dataloader()
+    assert module.train_dataloader() is known
+    how["batch_size"] = 4
+    changed = module.train_dataloader()
+    assert changed is not known and module.train_dataloader() is changed
 
 
 def test_ranks_draw_their_own_items_of_a_data_module() -> None:

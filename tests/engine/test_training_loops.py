@@ -279,3 +279,24 @@ def test_an_interrupted_forward_pass_leaves_no_parameter_behind(mode: str) -> No
     optimizer.pre_step()
     assert isinstance(layer._parameters["weight"], nn.Parameter)
     assert layer.weight.grad is not None and layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "no_op"])
+def test_attributes_of_the_model_are_its_own(mode: str) -> None:
+    """Detectors have ``names``, of their classes."""
+    model: Any = nn.Linear(6, 3)
+    model.names, model.isolation = ["cat", "dog"], "none"
+    out = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(torch.randn(8, 6))),
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode,
+    )  # fmt: skip
+    private_model, optimizer = out[0], out[1]
+    assert private_model.names == ["cat", "dog"]
+    optimizer.zero_grad()
+    rows, loss = torch.randn(2, 6), out[2] if len(out) == 4 else nn.CrossEntropyLoss()
+    loss(private_model(rows), torch.tensor([0, 1])).backward()
+    if mode == "no_op":
+        for p in model.parameters():
+            p.grad_sample = torch.randn(2, *p.shape)
+    optimizer.step()

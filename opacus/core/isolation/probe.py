@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
+_FULL_ELSEWHERE = (
+    "another rank ran out of memory as samples of its batch were run again, to compare them. "
+    "Nothing was released"
+)
+V = TypeVar("V")
 # What a backward pass starts from: tensors and their gradients.
 Start = tuple[list[Tensor], list[Tensor]]
 # Squared norms [k] by parameter name.
@@ -119,24 +125,12 @@ class Probe:
             return self._compare(runs)
 
     def _compare(self, runs: Runs) -> list[Difference]:
-        full: torch.OutOfMemoryError | None = None
-        try:
-            together = self._tapped(runs, range(runs.count))
-        except torch.OutOfMemoryError as error:  # says nothing of the model
-            together, refusal, full = {}, [Difference(-1, str(error), math.nan, math.nan)], error
-        except RUN_ERRORS as error:
-            if runs.counts and not _is_ours(error):
-                raise IncomparableError(
-                    f"it cannot be run on {runs.count} samples: {_brief(error)}"
-                ) from error
-            together, refusal = {}, [Difference(-1, str(error), math.nan, math.nan)]
-        else:
-            refusal = []
-        refusal = refusal if runs.counts or full is not None else []
-        if self._any_rank(bool(refusal)):
-            if full is not None:
-                raise full
-            return refusal
+        together = self._attempt(runs, partial(self._tapped, runs, range(runs.count)))
+        if isinstance(together, Exception):
+            refused = not isinstance(together, IncomparableError) and _is_ours(together)
+            if self._any_rank(refused):
+                return [Difference(-1, str(together), math.nan, math.nan)] if refused else []
+            raise IncomparableError(_cannot(together, f"{runs.count} samples")) from together
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
@@ -156,6 +150,27 @@ class Probe:
         return [difference for _, difference in differing]
 
     # --- one run ---
+
+    def _attempt(self, runs: Runs, run: Callable[[], dict[str, V]]) -> dict[str, V] | Exception:
+        """What a run gives, or the error that stopped it; an error on all ranks or on none.
+
+        Raises:
+            OutOfMemoryError: Some rank ran out of memory, which says nothing of the model; on all
+                ranks alike.
+        """
+        found: dict[str, V] = {}
+        error: Exception | None = None
+        try:
+            found = run()
+        except (IncomparableError, *RUN_ERRORS) as caught:
+            error = caught
+        full = error if isinstance(error, torch.OutOfMemoryError) else None
+        if self._any_rank(full is not None):
+            raise full or torch.OutOfMemoryError(_FULL_ELSEWHERE)
+        own = error if runs.counts else None  # made up: whether that runs means nothing
+        if self._any_rank(own is not None):
+            return own or IncomparableError("it cannot be run on another rank")
+        return found
 
     def _tapped(self, runs: Runs, places: Sequence[int]) -> Norms:
         """Norms by the taps."""
@@ -186,13 +201,11 @@ class Probe:
     def _alone(self, runs: Runs, place: int) -> dict[str, float]:
         reason = ""
         for places in ([place], [place, place]):  # some need more than one row (batch norm)
-            try:
-                return self._one(runs, places)
-            except torch.OutOfMemoryError:
-                raise
-            except RUN_ERRORS as error:
-                reason = reason or _brief(error)
-        raise IncomparableError(f"it cannot be run on one sample: {reason}")
+            one = self._attempt(runs, partial(self._one, runs, places))
+            if not isinstance(one, Exception):
+                return one
+            reason = reason or _cannot(one, "one sample")
+        raise IncomparableError(reason)
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
         if not self._plain:
@@ -289,6 +302,13 @@ def _square(grad: Tensor) -> Tensor:
 
 def _floats(values: list[Tensor]) -> list[float]:
     return torch.stack([v.cpu() for v in values]).tolist() if values else []
+
+
+def _cannot(error: Exception, what: str) -> str:
+    """Why the model, which an error stopped in a run on ``what``, is not compared."""
+    if isinstance(error, IncomparableError):
+        return str(error)
+    return f"it cannot be run on {what}: {_brief(error)}"
 
 
 def _brief(error: BaseException) -> str:

@@ -44,11 +44,12 @@ def by_shape(records: Iterable[Record]) -> list[list[Record]]:
 
 def several_and_others(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """Large records whose rules take several at once as they are; and the others."""
-    groups: tuple[list[Record], list[Record]] = ([], [])
+    several: list[Record] = []
+    others: list[Record] = []
     for record in records:
         large = record.elements > GROUP_ELEMENTS
-        groups[not (large and record.layer.rule.takes_several)].append(record)
-    return groups
+        (several if large and record.layer.rule.takes_several else others).append(record)
+    return several, others
 
 
 def _group_key(record: Record) -> Hashable:

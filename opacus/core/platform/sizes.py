@@ -24,6 +24,9 @@ GROUP_ELEMENTS = 1 << 20
 STACK_ELEMENTS = 1 << 24
 # Layers that are held for the sum are measured when so many wait.
 MEASURED_TOGETHER = 16
+# Most layers whose Gram matrices are formed at once: in the kernel that sums their terms so many
+# bits of an int32 say where inputs begin.
+MOST_STACKED = 30
 # Per-sample gradients up to this size are kept, where the norm takes them anyway; larger ones
 # if they are at most this share of the layer's activations and backprops.
 FORMED_ELEMENTS = 1 << 18

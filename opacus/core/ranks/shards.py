@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opacus.core.platform.sharded import is_dtensor, local_of, locals_of
 from opacus.core.platform.torch_internals import all_sharded, parts_like
+from opacus.core.sums.terms import add_to_grad
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def add_shards(parameters: Sequence[Any], flat: Tensor, sizes: Sequence[int]) ->
         for s, local in zip(shards, locals_, strict=True)
     ]
     for parameter, grad in zip(parameters, all_sharded(shards, parameters), strict=True):
-        known = parameter.grad
-        parameter.grad = grad if known is None else known + grad
+        add_to_grad(parameter, grad)
 
 
 def can_reduce(placements: Sequence[Any]) -> bool:

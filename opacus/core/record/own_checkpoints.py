@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from opacus.core.platform.torch_internals import call_instead
+
 
 def _slot_of(module: nn.Module) -> str | None:
     """Where a module has the checkpoint function that its forward calls, if it does."""
@@ -88,10 +90,11 @@ class OwnCheckpoints:
         for block, slot in self.blocks:
             compiled = block._compiled_call_impl
             if compiled is not None and not isinstance(compiled, _Around):
-                block._compiled_call_impl = _Around(block, slot, compiled)  # type: ignore[assignment]
+                call_instead(block, _Around(block, slot, compiled))
 
     def remove(self) -> None:
         """Blocks are called as they were."""
         for block, _ in self.blocks:
-            if isinstance(block._compiled_call_impl, _Around):
-                block._compiled_call_impl = block._compiled_call_impl.compiled  # type: ignore[assignment]
+            around: Any = block._compiled_call_impl
+            if isinstance(around, _Around):
+                call_instead(block, around.compiled)

@@ -153,10 +153,10 @@ class LayerRule:
         return self.weighted_grad(spec, activations, backprops, None)
 
     def can_write(self, spec: LayerSpec, activations: Any, backprops: Any, out: Tensor) -> bool:
-        """Whether :meth:`write_sum` is there for the layer's one parameter, and writes to ``out``.
+        """Whether the layer has one parameter, and :meth:`write_sum` writes its sum to ``out``.
 
         Args:
-            spec: The layer, with that parameter alone.
+            spec: The layer.
             out: ``[W, n]``: the parts of W ranks one after another.
         """
         return False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms.reference import stacked_bytes, wide_bmm, wide_dtype
+from opacus.core.kernels.norms.reference import by_input, stacked_bytes, wide_bmm, wide_dtype
 from opacus.core.kernels.norms.tied import Heads, at_rows
 from opacus.core.platform.profiling import layers
 from opacus.core.rules.base import (
@@ -88,12 +88,8 @@ class LinearRule(LayerRule):
         if self.kernels.grouped is None:
             return None
         pairs = [_tokens(spec, a, b) for spec, a, b in uses]
-        weights = _with_weight(uses)
-        # Those with one input in a row: they share its Gram matrix. In an order that does not
-        # depend on addresses, which change from step to step.
-        inputs: dict[int, int] = {}
-        place = [inputs.setdefault(x.data_ptr(), len(inputs)) for x, _ in pairs]
-        weights.sort(key=place.__getitem__)
+        # Those with one input in a row: they share its Gram matrix.
+        weights = [i for same in by_input(pairs) for i in same if "weight" in uses[i][0].params]
         with layers(spec.name for spec, _, _ in uses):
             products = self.kernels.grouped([pairs[i] for i in weights])
         return self._with_biases(uses, pairs, weights, products)
@@ -158,7 +154,6 @@ class LinearRule(LayerRule):
             and x.dtype == g.dtype
             and out.dtype == wide_dtype(g)
             and (g.is_cuda or g.dtype == out.dtype)  # else copies would be widened for each rank
-            and out.dim() == 2
             and rows % ranks == 0
             and (ranks == 1 or rows // ranks >= RANK_ROWS)
         )

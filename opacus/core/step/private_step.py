@@ -16,7 +16,8 @@ norms                  ``norms/ledger.py``; ``ranks/replicated.py`` where ranks 
 factors                ``privacy/clipping.py``, with C from ``privacy/params.py``
 the records again      ``sums/one_pass.py`` keeps or stores them, ``sums/two_pass.py`` replays
 clipped sum            ``sums/weighting.py``; ``ranks/reduction.py`` for shards
-what a step is made of ``privacy/draws.py``, ``sums/sum_watch.py``, ``isolation/``
+what a step is made of ``privacy/draws.py``, ``privacy/unit_names.py``, ``sums/sum_watch.py``,
+                       ``isolation/``
 noise                  ``privacy/noise.py``, with keys and counters from ``privacy/key.py``
 =====================  =========================================================================
 """

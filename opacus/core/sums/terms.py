@@ -224,9 +224,7 @@ class KeptSums:
         return Terms(kept.formed.pop(owner, None), [*later, *more], factors, excluded, first)
 
     def _write(self, record: Record, out: Tensor) -> bool:
-        """See :class:`Terms`; a record of several parameters is evaluated for all of them."""
-        if len(record.spec.params) > 1:
-            return False
+        """See :class:`Terms`."""
         if not record.tensors:
             bring_back(record)
         record.check_unchanged()

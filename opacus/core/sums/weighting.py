@@ -68,7 +68,7 @@ class Weighting:
         return found
 
     def write(self, record: Record, out: Tensor) -> bool:
-        """Write the clipped sum of a record's one parameter, where its rule can.
+        """Write the clipped sum of a record's one parameter, where it has one and its rule can.
 
         Args:
             record: With its tensors.
@@ -79,7 +79,7 @@ class Weighting:
         """
         names, rule = record.spec.params, record.layer.rule
         use = record.activations, record.backprops
-        if len(names) > 1 or not rule.can_write(record.spec, *use, out):
+        if not rule.can_write(record.spec, *use, out):
             return False
         owner, factors = record.layer.owners[names[0]], self.shared
         factors = self.clipped.of(owner) if factors is None else factors

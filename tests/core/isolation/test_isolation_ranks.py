@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -108,3 +109,51 @@ def test_all_ranks_refuse_what_one_of_them_finds() -> None:
         assert "the gradient of sample" in one + two
         if case % 3 == 1:
             assert "another rank found" in two
+
+
+def stopped(rank: int, world_size: int, failing: str) -> list[str]:
+    """One rank's run of some samples, or of one alone, ends in an error; then one more step."""
+    real, left = Probe._tapped, [0]
+
+    def tapped(probe: Probe, runs: Any, places: Any) -> Any:
+        found = real(probe, runs, places)
+        left[0] -= 1
+        if rank == 0 and left[0] == 0:
+            kind, text = failing.split(": ")
+            raise {"full": torch.OutOfMemoryError, "odd": ValueError}[kind](text)
+        return found
+
+    Probe._tapped = tapped  # type: ignore[method-assign]
+    said = []
+    for mode in MODES:
+        for number in (1, 2, 3):
+            progress((mode, number))
+            left[0] = number
+            said.append(outcome(rank, mode))
+    return said
+
+
+def outcome(rank: int, mode: str) -> str:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            train(rank, mode, (4, 4), mixes=False, steps=1)
+        except torch.OutOfMemoryError as error:
+            return f"full: {error}"
+    found = [str(w.message) for w in warned if "cannot be checked" in str(w.message)]
+    return found[0] if found else "trained"
+
+
+def test_all_ranks_stop_where_one_runs_out_of_memory() -> None:
+    one, two = run_distributed(stopped, 2, "full: no room")
+    assert one == ["full: no room"] * 6
+    assert all(said.startswith("full: another rank ran out of memory") for said in two)
+
+
+def test_all_ranks_go_on_where_the_model_does_not_run_on_one() -> None:
+    one, two = run_distributed(stopped, 2, "odd: odd sizes only")
+    first, alone, again = one[:3]
+    assert "cannot be run on 4 samples: ValueError: odd sizes only" in first
+    assert alone == again == "trained"  # it runs on one sample twice
+    assert "cannot be run on another rank" in two[0] and two[1:3] == ["trained", "trained"]
+    assert one[3:] == one[:3] and two[3:] == two[:3]

@@ -18,6 +18,7 @@ from opacus.core.kernels.norms.trusted import TRUSTED
 from opacus.core.platform.sizes import (
     CHUNK_ELEMENTS,
     GROUP_ELEMENTS,
+    MOST_STACKED,
     SQUARED_ELEMENTS,
     STACK_ELEMENTS,
 )
@@ -27,8 +28,6 @@ from opacus.core.platform.sizes import (
 ELEMENT_COST = 64
 # Rows of a Gram matrix formed at once; what lies left of the diagonal is skipped.
 GRAM_ROWS = 512
-# Most layers whose Gram matrices are formed at once: the terms' kernel knows no more.
-MOST_STACKED = 30
 # Elements whose norm is taken at once on a CPU.
 NORM_PART = 4096
 # Up to so many samples their gradients' norms are computed as separate tensors.
@@ -189,7 +188,10 @@ def products_norm_sq(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def by_input(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """Places of the pairs whose activations are the same memory together, in order of the first."""
+    """Places of the pairs whose activations are the same memory together, in order of the first.
+
+    That order does not depend on addresses, which change from step to step.
+    """
     groups: dict[Any, list[int]] = {}
     for place, (a, _) in enumerate(pairs):
         # All are alive, so that equal addresses are the same memory; 0 stands for none.

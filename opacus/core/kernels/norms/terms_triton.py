@@ -17,8 +17,6 @@ from opacus.core.kernels.host.launch import Variant
 # Elements that are handled at once, and how often a program does.
 BLOCK = 2048
 LOOPS = 8
-# Most layers of one launch: so many bits of an int32 say where inputs begin.
-MOST_LAYERS = 30
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -56,8 +54,8 @@ def sums_and_sizes(left: Tensor, right: Tensor, inputs: Sequence[int], once: int
     Args:
         left: ``[I, B, t, s]``, fp32, contiguous, less than 2^31 elements a sample; not empty.
         right: ``[L, B, t, s]``, the same; the terms are its elements times those of ``left``.
-        inputs: Which of ``left`` belongs to each layer, at most :data:`MOST_LAYERS`: each is that
-            of the layer before or the next one.
+        inputs: Which of ``left`` belongs to each layer, at most ``MOST_STACKED``: each is that of
+            the layer before or the next one.
         once: Columns that count once; the others count twice.
 
     Returns:

@@ -94,7 +94,7 @@ def weighted_sums(
     starts: Sequence[int],
     segments: Sequence[int],
 ) -> None:
-    """Many :func:`weighted_sum` s on a GPU, one launch for each dtype.
+    """Many :func:`weighted_sum` s on a GPU, in few launches.
 
     Args:
         grads: ``[B, *shape]`` each; :func:`can_batch` holds.
@@ -103,13 +103,44 @@ def weighted_sums(
         out: ``[W, n]``. Sum k is written to ``out[:, starts[k] : starts[k] + segments[k]]``,
             row after row.
     """
+    _launch(grads, factors, excluded, out, out.stride(0), starts, segments)
+
+
+def _launch(
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+    out: Tensor,
+    stride: int,
+    starts: Sequence[int],
+    segments: Sequence[int],
+) -> None:
+    """:func:`weighted_sums` with a stride: one launch for each dtype, and for odd sizes."""
     from opacus.core.kernels.sums import weighted_sum_triton as gpu
 
-    by_dtype: dict[torch.dtype, list[gpu.Sum]] = {}
+    alike: dict[Hashable, list[gpu.Sum]] = {}
     for grad, factor, start, segment in zip(grads, factors, starts, segments, strict=True):
-        by_dtype.setdefault(grad.dtype, []).append(gpu.Sum(grad, factor, start, segment))
-    for sums in by_dtype.values():
-        gpu.launch(sums, excluded, out, out.stride(0))
+        # What cannot be read 16 bytes at a time would slow down all others of its launch.
+        sizes = stride | start | segment | grad.numel() // max(1, grad.shape[0])
+        odd = bool(sizes % ALIGNMENT or grad.data_ptr() % ALIGNMENT)
+        sums = alike.setdefault((grad.dtype, odd), [])
+        sums.append(gpu.Sum(grad, factor, start, segment))
+    for sums in alike.values():
+        gpu.launch(sums, excluded, out, stride)
+
+
+def _launch_into(
+    targets: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    excluded: Tensor | None,
+) -> None:
+    """Each sum to where its target lies; targets have one dtype, and are contiguous."""
+    base = max(targets, key=Tensor.numel)  # an empty one has no address
+    size = base.element_size()
+    starts = [(target.data_ptr() - base.data_ptr()) // size for target in targets]
+    segments = [max(1, target.numel()) for target in targets]
+    _launch(grads, factors, excluded, base, 0, starts, segments)
 
 
 def weighted_sum_each(
@@ -159,7 +190,7 @@ def scale_in_place(
     """Multiply the gradients ``[1, *shape]`` of one sample by its factors, where they lie.
 
     Args:
-        grads: Overwritten, on a GPU in one launch.
+        grads: Overwritten, on a GPU in few launches.
         factors: ``[1]`` for each.
         excluded: ``[1]`` bool; if set all become 0. ``None``: it is not.
 
@@ -171,18 +202,12 @@ def scale_in_place(
     alone = len(storages) == len(grads) and len({grad.device for grad in grads}) <= 1
     if not alone or not all(map(can_batch, grads, factors)):
         return False
-    from opacus.core.kernels.sums import weighted_sum_triton as gpu
-
-    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for grad, factor in zip(grads, factors, strict=True):
-        by_dtype.setdefault(grad.dtype, []).append((grad, factor))
-    for pairs in by_dtype.values():
-        base = pairs[0][0]
-        sums = []
-        for grad, factor in pairs:
-            start = (grad.data_ptr() - base.data_ptr()) // grad.element_size()
-            sums.append(gpu.Sum(grad, factor, start, max(1, grad.numel())))
-        gpu.launch(sums, excluded, base, 0)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, grad in enumerate(grads):
+        by_dtype.setdefault(grad.dtype, []).append(place)
+    for places in by_dtype.values():
+        own = [grads[place] for place in places]
+        _launch_into(own, own, [factors[place] for place in places], excluded)
     return True
 
 
@@ -236,23 +261,12 @@ def _in_one_launch(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """:func:`weighted_sum_each` on a GPU; small results share their storage."""
-    from opacus.core.kernels.sums import weighted_sum_triton as gpu
-
     device, sizes = grads[0].device, [_elements(grad) for grad in grads]
     results: list[Tensor] = []
     for part in consecutive(range(len(grads)), sizes.__getitem__, SHARED_ELEMENTS):
         flat = torch.empty(sum(sizes[p] for p in part), dtype=dtype, device=device)
         results += _parts(flat, [grads[p] for p in part], [sizes[p] for p in part])
-    alike: dict[Hashable, list[gpu.Sum]] = {}
-    base = max(results, key=Tensor.numel)  # an empty one has no address
-    for grad, factor, size, result in zip(grads, factors, sizes, results, strict=True):
-        start = (result.data_ptr() - base.data_ptr()) // base.element_size()
-        # What cannot be read 16 bytes at a time would slow down all others of its launch.
-        odd = (start | size) % ALIGNMENT or grad.data_ptr() % ALIGNMENT
-        sums = alike.setdefault((grad.dtype, bool(odd)), [])
-        sums.append(gpu.Sum(grad, factor, start, max(1, size)))
-    for sums in alike.values():
-        gpu.launch(sums, excluded, base, 0)
+    _launch_into(results, grads, factors, excluded)
     return results
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opacus.core.platform.sizes import MOST_STACKED
 from tests.core.kernels.cancelling import KINDS, exact, pair, share
 from tests.core.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, MARKS, MASKS, ON_GPU, draw
 
@@ -120,8 +121,7 @@ def test_sums_of_terms_are_their_definition(monkeypatch, inputs) -> None:
 
 
 def test_as_many_layers_as_a_launch_takes() -> None:
-    most = terms_triton.MOST_LAYERS
-    assert most == reference.MOST_STACKED
+    most = MOST_STACKED
     left, right = draw(most, 2, 3, 3), draw(most, 2, 3, 3)
     got = terms_triton.sums_and_sizes(left, right, range(most), 3)
     want = (left.double() * right.double()).sum((2, 3))
