@@ -34,15 +34,21 @@ class CompiledPass:
 
 
 class Reached:
-    """Notes forward passes with compiled layers, and finds them again in the backward pass."""
+    """Notes forward passes with compiled layers, and finds them again in the backward pass.
+
+    Attributes:
+        noted: Whether a forward pass was noted or found since the latest one ended.
+    """
 
     def __init__(self) -> None:
+        self.noted = False
         self._running: CompiledPass | None = None
         self._backward = -1
         self._passes: list[ForwardPass] = []
 
     def note(self, forward_pass: ForwardPass) -> None:
         """A layer runs in a compiled graph, or on named units, in this call of the model."""
+        self.noted = True
         if self._running is None or self._running.forward_pass is not forward_pass:
             self._running = CompiledPass(forward_pass)
             forward_pass.generation.waiting.add(self._running)
@@ -50,7 +56,8 @@ class Reached:
     def end(self, output: Any) -> None:
         """The call has ended, with this output; ``None`` if it failed."""
         running, self._running = self._running, None
-        self._passes = []
+        if number_of_backward() < 0:
+            self.noted, self._passes = False, []
         if running is None:
             return
         for leaf in tensors_of(output):
@@ -62,7 +69,7 @@ class Reached:
         own.generation.waiting.discard(compiled)
         own.reach()
         if number != self._backward:
-            self._backward, self._passes = number, []
+            self.noted, self._backward, self._passes = True, number, []
         if own not in self._passes:
             self._passes.append(own)
 
@@ -107,7 +114,7 @@ class Reached:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_running": None, "_backward": -1, "_passes": []}
+        return {"noted": False, "_running": None, "_backward": -1, "_passes": []}
 
 
 def _other_names(own: NamedUnits | None, named: NamedUnits | None) -> bool:

@@ -166,7 +166,8 @@ class Recorder(Taps):
         ended, self.ours = self.passes.end(), self.in_backward
         if ended is not None and self.whose.moved_hidden:
             self.reached.note(ended)
-        self.reached.end(output)
+        if self.reached.noted:
+            self.reached.end(output)
         self.end_lone()
         if output is None:
             self.whose.repeats.explain(sys.exc_info()[1])
