@@ -139,7 +139,7 @@ def _launch_into(
     base = max(targets, key=Tensor.numel)  # an empty one has no address
     size = base.element_size()
     starts = [(target.data_ptr() - base.data_ptr()) // size for target in targets]
-    segments = [max(1, target.numel()) for target in targets]
+    segments = [target.numel() for target in targets]  # where it is 0, nothing is launched
     _launch(grads, factors, excluded, base, 0, starts, segments)
 
 

@@ -89,6 +89,33 @@ def test_gradients_that_share_memory_are_left_alone() -> None:
     assert torch.equal(both, before)
 
 
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sums each launch has, from now on."""
+    started: list[int] = []
+    launch = kernel.launch
+    monkeypatch.setattr(
+        kernel, "launch", lambda sums, *a: (started.append(len(sums)), launch(sums, *a))
+    )
+    return started
+
+
+@pytest.mark.parametrize(("stride", "wanted"), [(64, [1, 2]), (51, [3])])
+def test_odd_sizes_of_ranks_have_a_launch_of_their_own(monkeypatch, stride, wanted) -> None:
+    """If the rows of ranks lie at odd places, all are odd."""
+    started, places = launches(monkeypatch), [(0, 16), (16, 32), (48, 3)]
+    grads = [draw(3, 2 * n, dtype=torch.bfloat16) for _, n in places]
+    factors = [torch.rand(3, device=DEVICE) for _ in grads]
+    out = torch.full((2, stride), 7.0, device=DEVICE)
+    weighted_sum.weighted_sums(
+        grads, factors, None, out, [start for start, _ in places], [n for _, n in places]
+    )
+    for (start, n), grad, factor in zip(places, grads, factors, strict=True):
+        want = torch.einsum("b,b...->...", factor.double(), grad.double()).view(2, n)
+        got = out[:, start : start + n].double()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert (out[:, 51:] == 7.0).all() and sorted(started) == wanted
+
+
 @pytest.mark.usefixtures("taken")
 def test_large_sums_have_a_storage_and_small_ones_share_one(monkeypatch) -> None:
     """All in one launch for each dtype, and for odd sizes."""
@@ -96,11 +123,7 @@ def test_large_sums_have_a_storage_and_small_ones_share_one(monkeypatch) -> None
     shapes = [(16,), (5, 16), (3,), (8,), (0,), (4, 24), (32,)]
     grads = [draw(3, *shape, dtype=torch.bfloat16) for shape in shapes] + [draw(3, 40)]
     factors = [torch.rand(3, device=DEVICE) for _ in grads]
-    started = []
-    launch = kernel.launch
-    monkeypatch.setattr(
-        kernel, "launch", lambda sums, *a: (started.append(len(sums)), launch(sums, *a))
-    )
+    started = launches(monkeypatch)
     sums = weighted_sum.weighted_sum_each(grads, factors, None, [torch.float32] * len(grads))
     for got, grad, factor in zip(sums, grads, factors, strict=True):
         want = torch.einsum("b,b...->...", factor.double(), grad.double())
