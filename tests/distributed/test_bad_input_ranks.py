@@ -272,7 +272,7 @@ def _sleeps_elsewhere() -> None:
 
 
 def test_a_hang_fails_soon_and_tells_where_each_rank_stands() -> None:
-    assert distributed_utils.STALL < 120
+    assert distributed_utils.STALL < 240
     start = time.monotonic()
     with pytest.raises(DistributedTestError) as caught:
         run_distributed(one_rank_stays_away, 2, timeout=240)

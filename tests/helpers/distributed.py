@@ -56,7 +56,7 @@ def preload(*modules: str) -> None:
 
 # Limits are for hangs: what works stays far below them, also where others keep the machine busy.
 # Longest time from one call of `progress` to the next.
-STALL = 100.0
+STALL = 150.0
 # A rank that waits for a peer which has already failed gets this long before it is ended, and one
 # of a hang until its stack is written.
 GRACE_AFTER_FAILURE, GRACE_AFTER_HANG = 20.0, 5.0
@@ -92,7 +92,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 300,
+    timeout: float = 500,
     backend: str = "gloo",
     fresh: bool = False,
 ) -> list[Any]:
