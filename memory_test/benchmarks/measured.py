@@ -150,7 +150,7 @@ def _in_turn(name: str, row: dict[str, Any]) -> Pair:
 
 
 def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
-    alone = found["world"] == 1
+    alone = found.get("world") == 1
     for cell in found["cells"]:
         if alone and cell["wrapping"] != "single":
             continue  # FSDP2 on one card
@@ -179,7 +179,7 @@ def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Cell]:
     for row in found["whole_steps"]:
         mode = {"nondp": "no_dp"}.get(row["case"], row["case"])
         special = any(row.get(key) for key in ("lora", "checkpointing", "offload"))
-        alone = found["world"] == 1 and "single" not in name
+        alone = found.get("world") == 1 and "single" not in name
         if special or alone or not mode.isidentifier():
             continue
         yield Cell(

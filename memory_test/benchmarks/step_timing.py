@@ -130,11 +130,10 @@ class _Bench:
         for index in range(rounds):
             for one in taken if index % 2 == 0 else reversed(taken):
                 contender = None if one.error else self._ready(one)
-                if contender is None:
-                    continue
-                with _failing(one, self.runtime), _frozen_garbage():
-                    for _ in range(-(-self.plan.iters // rounds)):
-                        self._time(one, contender)
+                if contender is not None:
+                    with _failing(one, self.runtime), _frozen_garbage():
+                        for _ in range(-(-self.plan.iters // rounds)):
+                            self._time(one, contender)
                 del contender
                 self.resident_mb.pop(one.way, None)
                 _forget_compiled([one.way])

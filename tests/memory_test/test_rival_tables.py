@@ -21,7 +21,7 @@ def row(mode: str, package: str, ms: float, gb: float = 1.0) -> dict[str, object
 
 def write(folder: Path, name: str, *rows: dict[str, object], world: int = 1) -> None:
     """A result file."""
-    cell = {"model": "llama3-1b", "batch": 1, "tokens": 4096, "wrapping": "blocks",
+    cell = {"model": "llama3-1b", "batch": 1, "tokens": 4096, "wrapping": "blocks" if world > 1 else "single",
             "lora_rank": 0, "checkpointing": False, "rows": rows}  # fmt: skip
     found = {"layout": LAYOUT, "device": "NVIDIA H200", "world": world, "cells": [cell]}
     text = json.dumps(found)
