@@ -41,6 +41,10 @@ class Guarantee:
     seeded: bool
     norms_logged: bool
 
+    @property
+    def _are(self) -> str:
+        return "are" if self.poisson else "are **not proven** to be"
+
     def text(self) -> str:
         """A section of a model card, in Markdown."""
         sampling = (
@@ -53,8 +57,8 @@ class Guarantee:
         lines = [
             "## Differential privacy",
             "",
-            f"The weights are ({self.epsilon:.4g}, {self.delta:.3g})-differentially private with "
-            f"respect to the training set, by adding or removing one {self.unit}.",
+            f"The weights {self._are} ({self.epsilon:.4g}, {self.delta:.3g})-differentially "
+            f"private with respect to the training set, by adding or removing one {self.unit}.",
             "",
             "| | |",
             "|---|---|",
