@@ -14,6 +14,7 @@ from opacus.core.privacy.draws import Draws
 from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.meeting import Meetings, ranks_holding
 from opacus.core.ranks.parallelism import Single
+from opacus.core.ranks.reduction import OTHER_NUMBERS
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,9 @@ STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
-# The message of a rank whose batch was drawn; seconds that the others wait for it.
-_AS_DRAWN, _WAIT = "as drawn", 600.0
+# What a rank says whose batch was drawn: the last one of its step, or one that others follow.
+_LAST, _PHYSICAL = "as drawn", "as drawn, with more to follow"
+_WAIT = 600.0  # seconds that the others wait for it
 
 
 def only_makes_state(optimizer: Any) -> bool:
@@ -89,7 +91,7 @@ class CheckedOptimizer:
         except RuntimeError as caught:
             error = caught
         try:
-            self._agree_on_draws("" if error is None else str(error))
+            self._agree_on_draws("" if error is None else str(error), final)
         finally:
             if error is not None:
                 raise error
@@ -122,19 +124,22 @@ class CheckedOptimizer:
             if seen is not None:
                 seen.forget()
 
-    def _agree_on_draws(self, refusal: str) -> None:
-        """Let no rank release what another one refuses, and then wait for it."""
+    def _agree_on_draws(self, refusal: str, final: bool) -> None:
+        """Let no rank release what another one refuses, or still adds to, and then wait for it."""
         if self._meetings is None:
             return
         self._met += 1
-        outcome = self._meetings.meet(str(self._met), refusal or _AS_DRAWN, _WAIT)
-        others = {rank: said for rank, said in outcome.said.items() if said != _AS_DRAWN}
+        own = refusal or (_LAST if final else _PHYSICAL)
+        said = self._meetings.meet(str(self._met), own, _WAIT).said
+        others = {rank: text for rank, text in said.items() if text not in (_LAST, _PHYSICAL)}
         if others:
-            rank, said = next(iter(others.items()))
+            rank, text = next(iter(others.items()))
             raise RuntimeError(
                 f"nothing of this step was released: rank {rank} "
-                + (f"refused its batch: {said}" if said else "did not come to the step")
+                + (f"refused its batch: {text}" if text else "did not come to the step")
             )
+        if len(set(said.values())) > 1:
+            raise RuntimeError(f"nothing of this step was released: {OTHER_NUMBERS}")
 
     def check_world(self) -> None:
         """Refuse a model of one process where there are several.

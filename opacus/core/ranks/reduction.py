@@ -40,6 +40,13 @@ class _Reduction:
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+OTHER_NUMBERS = (
+    "ranks take different numbers of physical batches, so that one would release a step to which "
+    "another still adds: signal_skip_step() as often on each rank, with empty batches where there "
+    "are no more, as BatchMemoryManager does"
+)
+
+
 class _Layout(dict[str, Shards]):
     """How each parameter lies on the ranks, found out when it is first asked for."""
 
@@ -154,17 +161,25 @@ class ShardedSink:
 
     def ask(self, replays: bool, numbers: Sequence[int]) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`; also whether sums may wait."""
-        waits = self.unreduced.wanted and self._has_room()
+        wanted = int(self.unreduced.wanted)
+        waits = wanted and self._has_room()
         several = [g for g in self._groups if dist.get_world_size(g) > 1]
         device = next(iter(self._groups.values()))
-        self._asked = Asked([int(waits), int(not replays), *numbers], several, device)
+        own = [wanted, -wanted, int(waits), int(not replays), *numbers]
+        self._asked = Asked(own, several, device)
         self.questions += bool(several)
 
     def hear(self) -> tuple[bool, list[int]]:
-        """See :class:`~opacus.core.sums.terms.GradientSink`."""
+        """See :class:`~opacus.core.sums.terms.GradientSink`.
+
+        Raises:
+            RuntimeError: On all ranks: for some the batch is the last one of its step.
+        """
         assert self._asked is not None
-        waits, none_replays, *numbers = self._asked.least()
+        least, most, waits, none_replays, *numbers = self._asked.least()
         self._asked = None
+        if least != -most:
+            raise RuntimeError(f"{OTHER_NUMBERS}. Nothing of the step was added to the model")
         self.holding = bool(waits)
         return not none_replays, numbers
 
