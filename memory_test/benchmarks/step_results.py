@@ -35,14 +35,14 @@ SAID = ("deferred", "compiled")
 
 
 def rows_of(
-    taken: Sequence[Taken], package: str = "this package", tokens: int = 0
+    taken: Sequence[Taken], package: str = "this package", tokens: float = 0.0
 ) -> list[dict[str, Any]]:
     """Rows of one cell.
 
     Args:
         taken: The first is the non-private step that ratios are to, unless it is private.
         package: What private ones were measured with.
-        tokens: Of a rank's physical batch, for tokens a second.
+        tokens: A rank's share of a physical batch, for its tokens a second.
     """
     plain = [one for one in taken if not one.way.private]
     base = plain[0] if plain and plain[0].times_ms else None

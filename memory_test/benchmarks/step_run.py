@@ -14,7 +14,7 @@ import torch
 
 from memory_test.benchmarks.cases import Cell, Suite
 from memory_test.benchmarks.contenders import Recipe, plain_model
-from memory_test.benchmarks.layouts import check_ranks
+from memory_test.benchmarks.layouts import check_ranks, data_rank
 from memory_test.benchmarks.step_check import Check
 from memory_test.benchmarks.step_results import label, ratios, rows_of, title
 from memory_test.benchmarks.step_timing import Plan, measure_cell
@@ -74,7 +74,9 @@ def _cell(
     recipe = Recipe(suite, cell.tokens, cell.batch, dtype)
     baselines = () if args.other_package else suite.baselines()
     taken = measure_cell(recipe, cell, [*baselines, *suite.ways], plan, runtime, known)
-    rows = rows_of(taken, _package(args), cell.batch * cell.tokens)
+    parts = data_rank(suite, runtime).count  # ranks that share layers share samples
+    tokens = cell.batch * cell.tokens * parts / runtime.world_size
+    rows = rows_of(taken, _package(args), tokens)
     if args.reference is not None:
         rows += _reference_rows(args, suite, cell, rows, runtime)
     described = _describe(recipe, cell)

@@ -220,6 +220,8 @@ def test_meshes_of_four_ranks(tmp_path, wrapping, modes):
     found = json.loads(output.read_text())
     rows = [row for row in found["cells"][0]["rows"] if row["private"]]
     assert found["world"] == 4 and len(rows) == len(modes.split(","))
+    tokens = rows[0]["tokens_per_second"] * rows[0]["ms"]["median"] / 1e3
+    assert tokens == pytest.approx(32 / (1 + (wrapping == "tp")), abs=1)
     for check in (check for row in rows for check in row["checks"]):
         assert check["norm_error"] < 1e-5 and check["sum_error"] < 1e-5
         of_ranks = 2 if wrapping == "tp" else 4
