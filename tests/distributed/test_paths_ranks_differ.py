@@ -104,6 +104,6 @@ def errors(rank: int, world_size: int) -> dict[Any, Any]:
 
 
 def test_the_sum_is_the_oracles() -> None:
-    for rank in run_distributed(errors, 2, timeout=100):
+    for rank in run_distributed(errors, 2):
         for case, error in rank.items():
             assert not isinstance(error, str) and error < 2e-5, (case, error)

@@ -112,7 +112,7 @@ def refused_batches(rank: int, _: int, mode: str) -> tuple[list[str], list[Tenso
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
 def test_names_that_one_rank_refuses(mode: str) -> None:
     """All ranks say so, and go on."""
-    (others, got), (own, _) = run_distributed(refused_batches, 2, mode, timeout=30)
+    (others, got), (own, _) = run_distributed(refused_batches, 2, mode)
     for wanted, here, there in zip(WRONG, own, others, strict=True):
         assert here.startswith("ValueError: ") and wanted in here
         assert there.startswith("RuntimeError: users was refused on another rank. rank 1: ")
