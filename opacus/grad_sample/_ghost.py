@@ -216,7 +216,7 @@ def _process() -> str:
     return str(dist.get_rank()) if dist.is_available() and dist.is_initialized() else "0"
 
 
-def _bytes(name: str, value: int | None) -> int | None:
+def _bytes(name: str, value: Any) -> int | None:
     if value is not None and not (isinstance(value, Real) and value >= 0):
         raise ValueError(f"{name} must be a number of bytes >= 0, got {value!r}")
     return value

@@ -55,8 +55,8 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __init__(
         self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer
     ) -> None:
-        whole = isinstance(max_batch_size, Real) and max_batch_size % 1 == 0
-        if not (whole and max_batch_size >= 1):
+        given: Any = max_batch_size
+        if not (isinstance(given, Real) and given % 1 == 0 and given >= 1):
             raise ValueError(
                 "max_batch_size (max_physical_batch_size of BatchMemoryManager) must be a positive "
                 f"integer, got {max_batch_size!r}"
