@@ -49,6 +49,7 @@ from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structu
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.platform.trees import tensors_of
 from opacus.core.ranks.meeting import Meetings, ranks_with
 from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.record.recorder import Recorder
@@ -193,10 +194,9 @@ class Isolation:
             return None
         watch, self._watch = self._watch, None
         self._pending.append(watch)
-        output = watch.gate(output)
-        if not watch.gates and torch.is_grad_enabled():
-            self._warn(_UNSEEN.format(f"returned {type(output).__name__}, without such a tensor"))
-        return output
+        if not tensors_of(output):
+            self._warn(_UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
+        return watch.gate(output)
 
     def _due(self, key: Hashable) -> bool:
         schedule = self.schedule

@@ -50,8 +50,7 @@ class Watch:
         self.rows = rows
         self.key = key
         self.shared = shared
-        self.gates: set[int] = set()  # places of outputs whose gradient will be noted
-        self.received: set[int] = set()  # those that got one
+        self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
         self.dims: dict[int, int] = {}  # that count units, of these outputs
@@ -68,7 +67,6 @@ class Watch:
         for place, leaf in enumerate(leaves):
             if _has_graph(leaf):
                 leaves[place] = _Gate.apply(self, place, leaf)
-                self.gates.add(place)
         return unflatten(leaves, tree)
 
     def receive(self, place: int, grad: Tensor) -> None:
