@@ -224,7 +224,9 @@ def test_memory_written_past_torch_is_not_taken_for_constants() -> None:
     assert isinstance(trail.state(result), Lost)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of some versions of torch
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks:UserWarning"
+)  # of some versions of torch
 def test_sparse_tensors_end_the_trail_if_they_hold_what_is_the_samples() -> None:
     places = torch.tensor([[0, 1], [1, 0]])
 
