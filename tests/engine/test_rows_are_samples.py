@@ -99,7 +99,6 @@ PLACES = torch.arange(T) / T
 WRONG = {
     "in a dictionary": (Positions, {"x": X, "positions": PLACES}),
     "in another mapping": (Positions, UserDict(x=X, positions=PLACES)),
-    "in a dataclass": (Field, Batch(X)),
     "in a list": (Listed, list(X)),
     "left out": (Windows, X),
     "packed": (Packed, pack_padded_sequence(X, torch.tensor([6, 4, 3, 1]), batch_first=True)),
@@ -144,18 +143,18 @@ def test_a_refused_batch_is_not_in_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, B])
-@pytest.mark.parametrize("kind", [Merged, Joined, Reentrant])
+@pytest.mark.parametrize("kind", [Merged, Joined, Reentrant, Field])
 @pytest.mark.parametrize("mode", ROWS)
 def test_rows_that_can_be_followed_are_grouped(mode: str, kind: Any, rows: int) -> None:
     if kind is Reentrant and rows == 1:
         pytest.skip("a recomputation does not know of how many samples it is")
-    run = private(kind(), mode)
+    run, given = private(kind(), mode), Batch if kind is Field else torch.clone
     for _ in range(2):  # followed, and remembered
-        step(run, X[:rows], Y[:rows])
+        step(run, given(X[:rows]), Y[:rows])
 
     def alone(model: Any, x: Tensor) -> Tensor:
         if kind is not Reentrant:
-            return model(x)
+            return model(given(x))
         return Merged.run(model, x.reshape(-1, D)).view(-1, T, 3).mean(1)
 
     assert_right(run[0], Y[:rows], alone, X[:rows])
@@ -217,6 +216,7 @@ def assert_right(private_model: nn.Module, targets: Tensor, call: Any, inputs: T
     ("kind", "mode", "rows"),
     [(k, mode, n) for k, mode in each(RIGHT) for n in (1, B) if k != "in a list" or n == B],
 )
+@pytest.mark.filterwarnings("ignore:the model was called with no tensor:UserWarning")
 def test_rows_of_samples_are_taken(kind: str, mode: str, rows: int) -> None:
     model, given = RIGHT[kind]
     run = private(model(), mode)

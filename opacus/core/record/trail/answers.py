@@ -141,7 +141,8 @@ class Follower:
         if trail is None:
             other = set() if unfollowed is None or output is None else kinds - unfollowed.kinds
             if other:
-                self.ran_otherwise(f"layer '{min(other)[0]}'")
+                self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
+                raise _ran_otherwise(f"layer '{min(other)[0]}'")
             return
         trail.__exit__(None, None, None)
         self._absent -= found.keys() | {name for name, _ in kinds}
@@ -230,11 +231,7 @@ class Follower:
             RuntimeError: Always; from now on every such forward pass is followed.
         """
         self._always.add(self._keys[0])
-        raise RuntimeError(
-            f"{layer} has other rows than in an earlier forward pass with inputs of the same "
-            "structure, so whose they are is not known. Nothing was added to the model. From now "
-            "on such forward passes are followed: run the step again"
-        )
+        raise _ran_otherwise(layer)
 
     def _next(self, spec: LayerSpec) -> Units | None:
         uses = (self._known or {}).get(spec.name, [])
@@ -257,6 +254,14 @@ _CHANGED = (
     "each pass is followed, so that rows are those of their samples; in passes between the two, "
     "layers may have been given to the wrong samples"
 )
+
+
+def _ran_otherwise(layer: LayerSpec | str) -> RuntimeError:
+    return RuntimeError(
+        f"{layer} has other rows than in an earlier forward pass with inputs of the same "
+        "structure, so whose they are is not known. Nothing was added to the model. From now "
+        "on such forward passes are followed: run the step again"
+    )
 
 
 def same_uses(
