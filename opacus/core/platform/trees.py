@@ -40,20 +40,28 @@ class Tree:
         return tree_unflatten(own, self.spec)
 
 
-def flatten(value: Any, closed: type | None = None) -> tuple[list[Any], Tree]:
-    """The leaves of a value, in order, and its tree; objects of the type ``closed`` are leaves."""
+def flatten(
+    value: Any, closed: type | None = None, around: tuple[Any, ...] = ()
+) -> tuple[list[Any], Tree]:
+    """The leaves of a value, in order, and its tree.
+
+    Args:
+        value: Anything.
+        closed: Objects of this type are leaves.
+        around: Objects that it is in, which are leaves inside of themselves.
+    """
     is_leaf = None if closed is None else lambda one: isinstance(one, closed)
     leaves, spec = tree_flatten(value, is_leaf)
     found: list[Any] = []
     opened: list[tuple[Any, Tree] | None] = []
     for leaf in leaves:
         shut = isinstance(leaf, _CLOSED) or (closed is not None and isinstance(leaf, closed))
-        parts = None if shut else _parts(leaf)
+        parts = None if shut or any(leaf is one for one in around) else _parts(leaf)
         if parts is None:
             found.append(leaf)
             opened.append(None)
         else:
-            inner, tree = flatten(parts, closed)
+            inner, tree = flatten(parts, closed, (*around, leaf))
             found += inner
             opened.append((leaf, tree))
     return found, Tree(spec, opened)

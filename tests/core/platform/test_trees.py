@@ -75,6 +75,14 @@ def test_objects_without_tensors_are_leaves() -> None:
     assert leaves_of([value]) == [value]
 
 
+def test_an_object_that_holds_itself_is_a_leaf_there() -> None:
+    value = SimpleNamespace(a=A)
+    value.own, value.inner = value, Pair(value)
+    assert sum(leaf is value for leaf in leaves_of([value])) == 2
+    made = map_tensors(lambda t: t + 1, value)
+    assert made.a.tolist() == [1, 1] and made.own is value and made.inner.first is value
+
+
 class Subclass(Tensor):
     """With attributes of its own."""
 
