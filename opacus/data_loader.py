@@ -21,7 +21,7 @@ from opacus.data.collate import (
 )
 from opacus.data.fixed import PaddedCollate, padded
 from opacus.data.host_loader import HostLoader, loader_settings, switch_generator
-from opacus.data.rates import matching_sample_rate
+from opacus.data.rates import matching_sample_rate, own_rate
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     Groups,
@@ -195,7 +195,7 @@ class DPDataLoader(HostLoader):
             settings["generator"] = generator
         steps = None
         if sample_rate is None:
-            steps = len(data_loader) if hasattr(data_loader, "sample_rate") else None
+            steps = None if own_rate(data_loader) is None else len(data_loader)
             sample_rate = matching_sample_rate(data_loader)
         made = cls(
             dataset=data_loader.dataset,

@@ -21,6 +21,7 @@ from opacus.core.privacy.params import check_switches, plain_norms
 from opacus.core.ranks.parallelism import Single
 from opacus.data.rates import (
     matching_sample_rate,
+    own_rate,
     sample_rate_of,
 )
 from opacus.engine_checks import (
@@ -261,7 +262,7 @@ class PrivacyEngine(EngineSteps):
         if rate is None:
             rate = (matching_sample_rate if poisson_sampling else sample_rate_of)(data_loader)
         length: dict[str, float] = {"epochs": epochs}
-        if sample_rate is None and hasattr(data_loader, "sample_rate"):  # an epoch is not 1 / rate
+        if sample_rate is None and own_rate(data_loader) is not None:  # an epoch is not 1 / rate
             length = {"steps": math.ceil(epochs * len(data_loader))}
         if (noise := kwargs.get("correlated_noise")) is not None:
             rate, steps = noise.accounted(rate)

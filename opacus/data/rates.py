@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +26,9 @@ def matching_sample_rate(data_loader: DataLoader[Any]) -> float:
 
     See `DPDataLoader.from_data_loader`. A loader that has a rate of its own keeps it.
     """
-    if hasattr(data_loader, "sample_rate"):
-        return sample_rate_of(data_loader)
+    own = own_rate(data_loader)
+    if own is not None:
+        return own
     batch_sampler, size = data_loader.batch_sampler, len(data_loader.dataset)  # type: ignore
     if batch_sampler is None:
         raise ValueError("data_loader does not batch (batch_size=None); give it a batch_size")
@@ -82,8 +84,14 @@ def warn_of_uneven_sampling(data_loader: DataLoader[Any]) -> None:
 
 def sample_rate_of(data_loader: DataLoader[Any]) -> float:
     """Probability with which a sample is in a batch of ``data_loader``."""
+    own = own_rate(data_loader)
+    return _rate_of_a_pass(data_loader) if own is None else own
+
+
+def own_rate(data_loader: DataLoader[Any]) -> float | None:
+    """A loader's attribute ``sample_rate``, if it is a probability: that of sound is in hertz."""
     rate = getattr(data_loader, "sample_rate", None)
-    return float(rate) if rate is not None else _rate_of_a_pass(data_loader)
+    return float(rate) if isinstance(rate, Real) and 0 < rate <= 1 else None
 
 
 def _rate_of_a_pass(data_loader: DataLoader[Any]) -> float:

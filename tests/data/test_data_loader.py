@@ -294,6 +294,23 @@ class Rated(DataLoader[Any]):
     sample_rate = 0.1
 
 
+class Sound(DataLoader[Any]):
+    """Whose rate is that of its samples in time."""
+
+    sample_rate = 16_000
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_rate_in_hertz_is_not_the_one_of_sampling(poisson: bool) -> None:
+    model, engine = nn.Linear(2, 1), PrivacyEngine()
+    _, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=Sound(TensorDataset(torch.zeros(40, 2)), batch_size=8), noise_multiplier=1.0,
+        max_grad_norm=1.0, poisson_sampling=poisson,
+    )  # fmt: skip
+    assert len(loader) == 5 and optimizer.expected_batch_size == 8
+
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("poisson", [True, False])
 def test_a_target_epsilon_holds_for_the_steps_of_a_private_loader(poisson: bool, own: bool) -> None:
