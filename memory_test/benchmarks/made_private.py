@@ -51,6 +51,8 @@ def limit(model: Any, way: Way, peak: float, device: torch.device) -> None:
         model.stored_dtype = "float8"
     if way.held is not None:
         model.held_budget = way.held.bytes()
+    if way.host is not None:
+        model.host_budget = way.host.bytes()
     if way.budget is not None and device.type == "cuda":
         model.memory_budget = way.budget.bytes(peak)
     elif way.budget is not None:

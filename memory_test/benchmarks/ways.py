@@ -44,6 +44,7 @@ class Way:
         budget: ``memory_budget`` of the private model. On the CPU, which has none, what it has
             beyond the non-private peak is the ``held_budget``.
         held: ``held_budget`` of the private model.
+        host: ``host_budget`` of the private model.
     """
 
     mode: str
@@ -55,6 +56,7 @@ class Way:
     float8: bool = False
     budget: Amount | None = None
     held: Amount | None = None
+    host: Amount | None = None
 
     @property
     def private(self) -> bool:
@@ -141,9 +143,12 @@ def _several(text: str) -> int:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "deferred": bool, "compiled": bool, "nologits": bool, "offload": bool, "float8": bool,
-    "accumulate": _several, "budget": _amount, "held": _gib,
+    "accumulate": _several, "budget": _amount, "held": _gib, "host": _gib,
 }  # fmt: skip
-FEATURES = "deferred, compiled, nologits, offload, accumulate=8, float8, budget=1.15x, held=10GiB"
+FEATURES = (
+    "deferred, compiled, nologits, offload, accumulate=8, float8, budget=1.15x, held=10GiB, "
+    "host=20GiB"
+)
 
 
 def baselines_of(ways: Iterable[Way], compiled: bool) -> tuple[Way, ...]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opacus.core.platform.delegated import Delegated
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import clip_flat
 from opacus.core.privacy.params import PrivacyParams
 from opacus.core.record.record import Record
@@ -85,14 +86,18 @@ class GhostSettings(GradSampleHooks):
         """Bytes of host memory that records of blocks may be sent to, in the ``_bk`` modes.
 
         For blocks that do not fit into :attr:`memory_budget`, where copying is faster than running
-        them again. On a GPU the memory is pinned, and stays with the process. 0 by default.
+        them again. The memory is pinned, and stays with the process. By default, or if set to
+        ``None``, a quarter of what is free, shared by the GPUs of the host; 0 without a GPU.
         """
         planner = self._strategy.planner
-        return 0 if planner is None else planner.host_budget
+        if planner is None:
+            return 0
+        first = next(self._module.parameters(), None)
+        return planner.host_room(torch.device("cpu") if first is None else compute_device(first))
 
     @host_budget.setter
-    def host_budget(self, value: int) -> None:
-        self._planner("host_budget").host_budget = _bytes("host_budget", value) or 0
+    def host_budget(self, value: int | None) -> None:
+        self._planner("host_budget").host_budget = _bytes("host_budget", value)
 
     @property
     def stored_dtype(self) -> str | None:

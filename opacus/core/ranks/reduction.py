@@ -92,14 +92,6 @@ class ShardedSink:
 
     def put(self, name: str, terms: Terms) -> None:
         """Take one parameter; starts a reduction when a bucket is full."""
-        if self.holding:
-            total = terms.value()
-            if total is not None:
-                self.hold(name, total)
-            return
-        earlier = self.unreduced.pop(name) if self.unreduced else None
-        if earlier is not None:
-            terms.later = [*terms.later, lambda: earlier]
         if self._shards[name].elements <= LAST_BUCKET_ELEMENTS:
             self._small[name] = terms  # together, after the others
         else:
@@ -107,7 +99,10 @@ class ShardedSink:
 
     def hold(self, name: str, total: Tensor) -> None:
         """See :class:`~opacus.core.sums.terms.GradientSink`."""
-        self.unreduced.add(name, total.to(self._shards[name].dtype))
+        shards = self._shards[name]
+        part = torch.empty(shards.world, shards.size, dtype=shards.dtype, device=total.device)
+        _fill(part, Terms(None, [lambda: total], total, None), shards)
+        self.unreduced.add(name, part)
 
     def _take(self, name: str, terms: Terms) -> None:
         shards = self._shards[name]
@@ -117,15 +112,15 @@ class ShardedSink:
 
     def finish(self) -> None:
         """Reduce what is left and set every parameter's ``grad``, unless sums wait for later."""
-        if self.holding:
-            self.unreduced.fresh = self.unreduced.waiting = True
-            return
-        self.unreduced.drop()  # of parameters that are frozen now
         small, self._small = self._small, {}
         for name, terms in small.items():
             self._take(name, terms)
         if self._bucket.terms:
             self._launch()
+        if self.holding:
+            self.unreduced.fresh = self.unreduced.waiting = True
+            return
+        self.unreduced.drop()  # of parameters that are frozen now
         while self._flying:
             self._land(self._flying.pop(0))
         leaving, self._leaving = self._leaving, []
@@ -228,6 +223,7 @@ class ShardedSink:
         self._leaving, self._asked = [], None
 
     def _launch(self) -> None:
+        """Form the sums of a bucket, with those that waited; reduce them, or let them wait."""
         waiting, self._bucket = self._bucket.terms, Bucket()
         bucket = _Reduction(list(waiting))
         first = self._shards[bucket.names[0]]
@@ -238,6 +234,15 @@ class ShardedSink:
         device = next(iter(waiting.values())).factors.device
         bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
         self._fill(bucket, bucket.whole, waiting)
+        for name, start, size in zip(bucket.names, bucket.starts, sizes, strict=True):
+            part = bucket.whole[:, start : start + size]
+            earlier = self.unreduced.pop(name)
+            if earlier is not None:
+                part += earlier
+            if self.holding:
+                self.unreduced.add(name, part)
+        if self.holding:
+            return
         bucket.shard = torch.empty(total, dtype=first.dtype, device=device)
         bucket.work = _reduce_scatter(
             bucket.shard, bucket.whole.view(-1), group=first.group, async_op=True

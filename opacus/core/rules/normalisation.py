@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opacus.core.kernels.host.operands import MOST_FEATURES
+from opacus.core.kernels.norms.choice import is_usable
 from opacus.core.kernels.norms.reference import widen
 from opacus.core.rules.base import (
     Carried,
@@ -158,6 +161,10 @@ def _rows(
 ) -> tuple[Tensor, ...]:
     """See :meth:`LayerRule.carried`."""
     x, g = as_tokens(x, len(shape)), as_tokens(g, len(shape))
+    if weight and eps is not None and _has_kernel(x, g):
+        from opacus.core.kernels.norms.bias_and_affine import affine_grads
+
+        return tuple(affine_grads(x, g, eps=eps, centre=centre, bias=bias))
     rows = []
     if weight:
         normalise: Any = F.layer_norm if centre else F.rms_norm
@@ -165,6 +172,16 @@ def _rows(
     if bias:
         rows.append(widen(g).sum(1))
     return tuple(rows)
+
+
+def _has_kernel(x: Tensor, g: Tensor) -> bool:
+    """Whether a Triton kernel reads ``[B, T, d]`` once; without, six passes in fp32.
+
+    A compiler makes one of its own.
+    """
+    if torch.compiler.is_compiling() or not (type(x) is type(g) is Tensor and x.dim() == 3):
+        return False
+    return is_usable(x, g) and x.shape[2] <= MOST_FEATURES
 
 
 def _over_positions(tensor: Tensor) -> Tensor:

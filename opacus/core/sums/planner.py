@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
+import torch
+
+from opacus.core.platform.host_share import host_share
 from opacus.core.platform.memory import in_use
 from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.blocks import Blocks, Visit
@@ -58,7 +61,9 @@ class Planner:
         self.peak_bytes: int | None = None
         self._most = budget_bytes
         self.largest_block = 0  # bytes that are held of the block with the most
-        self.host_budget = self.host_bytes = 0  # host memory that may be used, and that is
+        # Host memory that may be used, None: a share of what there is; and that is used.
+        self.host_budget: int | None = None
+        self.host_bytes = 0
         self.report = Report()
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
@@ -167,7 +172,7 @@ class Planner:
         known = self._held_of.get(self._kind(visit))
         guess = max(2 * visit.held, self.largest_block, min(choice.bytes.values()))
         expected = guess if known is None else known
-        if self.host_bytes + expected > self.host_budget:
+        if self.host_bytes + expected > self.host_room(visit.place[0]):
             return False
         back = expected / host_rate(visit.place[0])
         if back > self._again(visit):
@@ -179,6 +184,10 @@ class Planner:
         self.host_bytes += visit.held
         self.report.change(visit.names, "offload")
         return True
+
+    def host_room(self, device: torch.device) -> int:
+        """Bytes of host memory that may be used."""
+        return host_share(device) if self.host_budget is None else self.host_budget
 
     def _kind(self, visit: Visit) -> Hashable:
         """The same for blocks of which as much is held: as large ones that are given the same."""

@@ -98,9 +98,9 @@ class TwoPass(Ghost):
     def _pass_on(self, clipped: Factors) -> None:
         """What waits goes on waiting, or is reduced: every trainable parameter, on every rank."""
         assert self.sink is not None
-        for name, parameter in reversed(self.parameters):
-            if parameter.requires_grad:
-                self.sink.put(name, Terms(None, (), clipped.of(name), None))
+        trained = [name for name, parameter in self.parameters if parameter.requires_grad]
+        for name in [] if self.sink.holding else reversed(trained):
+            self.sink.put(name, Terms(None, (), clipped.of(name), None))
         self.sink.finish()
 
     def abandon(self) -> None:

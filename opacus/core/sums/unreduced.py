@@ -34,14 +34,14 @@ class Unreduced:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def add(self, name: str, total: Tensor) -> None:
-        """One more term of a parameter's sum."""
+    def add(self, name: str, part: Tensor) -> None:
+        """One more term of a parameter's sum, ``[W, n]``: the parts of W ranks."""
         self.fresh = True
         known = self._sums.get(name)
-        self._sums[name] = total if known is None else known.add_(total)
+        self._sums[name] = part if known is None else known.add_(part)
 
     def pop(self, name: str) -> Tensor | None:
-        """What waits of a parameter; it waits no more."""
+        """What waits of a parameter, ``[W, n]``; it waits no more."""
         return self._sums.pop(name, None)
 
     def take(self) -> None:

@@ -24,6 +24,8 @@ LARGEST = 448.0
 _CONVERTS_FLOAT8 = (8, 9)
 # Bytes to which the copy engine (TMA) and 16-byte loads need addresses and strides aligned.
 ALIGNMENT = 16
+# Features of a normalisation layer that one program holds.
+MOST_FEATURES = 16384
 # Strides of a missing mask.
 NO_STRIDES = (0, 0)
 

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from opacus.core.kernels.host import operands
 from opacus.core.kernels.host.launch import Variant
-from opacus.core.kernels.host.operands import check_dtype, check_mask, check_pair
+from opacus.core.kernels.host.operands import (
+    MOST_FEATURES,
+    check_dtype,
+    check_mask,
+    check_pair,
+)
 
-# Features of a normalisation layer that one program holds.
-MOST_FEATURES = 16384
 # Numbers of one pass over a normalisation layer's rows.
 ROW_NUMBERS = 4096
 TOKENS, COLUMNS = 32, 64
@@ -194,6 +197,30 @@ def affine_norm_sq(
     Raises:
         ValueError: More features than one program holds.
     """
+    sums = _affine_parts(inputs, backprops, eps, centre, bias, mask)
+    kinds, batch, parts, d = sums.shape
+    norms = bias_norm_sq(sums.view(kinds * batch, parts, d)).view(kinds, batch)
+    return norms[0], norms[1] if bias else None
+
+
+def affine_grads(
+    inputs: Tensor, backprops: Tensor, *, eps: float, centre: bool, bias: bool
+) -> Tensor:
+    """Per-sample gradients of a normalisation layer's weight and bias, see :func:`affine_norm_sq`.
+
+    Returns:
+        ``[1 or 2, B, d]`` in fp32: of the weight, and of the bias if there is one.
+
+    Raises:
+        ValueError: More features than one program holds.
+    """
+    return _affine_parts(inputs, backprops, eps, centre, bias, None).sum(2)
+
+
+def _affine_parts(
+    inputs: Tensor, backprops: Tensor, eps: float, centre: bool, bias: bool, mask: Tensor | None
+) -> Tensor:
+    """``[1 or 2, B, C, d]``: the gradients, each as a sum of C parts."""
     x, g = check_pair(inputs, backprops)
     batch, tokens, d = x.shape
     if g.shape[2] != d or d > MOST_FEATURES:
@@ -204,8 +231,7 @@ def affine_norm_sq(
     weights = check_mask(mask, g)
     kinds = 2 if bias else 1
     if x.numel() == 0:
-        zero = g.new_zeros(batch, dtype=torch.float32)
-        return zero, zero.clone() if bias else None
+        return g.new_zeros((kinds, batch, 1, d), dtype=torch.float32)
     features = operands.power_of_two(d, 16)
     rows = min(max(1, ROW_NUMBERS // features), 16, operands.power_of_two(tokens))
     parts = operands.parts(PROGRAMS * operands.multiprocessors(g.device), batch)
@@ -226,8 +252,7 @@ def affine_norm_sq(
         *g.stride(),
         *(operands.NO_STRIDES if weights is None else weights.stride()),
     )
-    norms = bias_norm_sq(sums.view(kinds * batch, parts, d)).view(kinds, batch)
-    return norms[0], norms[1] if bias else None
+    return sums
 
 
 @functools.lru_cache(maxsize=256)

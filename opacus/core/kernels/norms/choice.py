@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.core.kernels.host import operands
-from opacus.core.kernels.host.operands import SUPPORTED, Tile, interpreted, triton_is_installed
+from opacus.core.kernels.host.operands import (
+    MOST_FEATURES,
+    SUPPORTED,
+    Tile,
+    interpreted,
+    triton_is_installed,
+)
 from opacus.core.kernels.norms import clock, reference
 from opacus.core.kernels.norms.clock import REFERENCE, Ways, fastest, fastest_of, key_of
 from opacus.core.kernels.norms.reference import sum_of_squares, widen
@@ -236,7 +242,7 @@ def affine_norm_sq(
         return ways[REFERENCE]()
     from opacus.core.kernels.norms import bias_and_affine as rows
 
-    if inputs.shape[2] > rows.MOST_FEATURES:
+    if inputs.shape[2] > MOST_FEATURES:
         return ways[REFERENCE]()
     ways["rows"] = lambda: rows.affine_norm_sq(
         inputs, backprops, eps=eps, centre=centre, bias=bias, mask=mask

@@ -41,7 +41,7 @@ def weighted_sum(
     shape, wide = grads.shape[1:], wide_dtype(factors if stored_in_8 else grads)
     if grads.shape[0] == 0:
         return grads.new_zeros(shape, dtype=wide) if out is None else out.zero_()
-    if can_batch(grads, factors) and (out is None or out.is_contiguous()):
+    if can_batch(grads, factors) and (out is None or _has_rows(out)):
         return _weighted_sum_on_gpu(grads, factors, excluded, out)
     if excluded is not None and stored_in_8:  # always finite
         factors = factors.masked_fill(excluded.to(factors.device), 0.0)
@@ -66,11 +66,17 @@ def weighted_sum(
 def _weighted_sum_on_gpu(
     grads: Tensor, factors: Tensor, excluded: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """:func:`weighted_sum` by a kernel; ``out`` is contiguous."""
+    """:func:`weighted_sum` by a kernel, to where :func:`_has_rows` holds."""
     if out is None:
         out = grads.new_empty(grads.shape[1:], dtype=wide_dtype(grads))
-    weighted_sums([grads], [factors], excluded, out.view(1, -1), [0], [max(1, out.numel())])
+    rows = out.view(1, -1) if out.is_contiguous() else out
+    weighted_sums([grads], [factors], excluded, rows, [0], [max(1, rows.shape[1])])
     return out
+
+
+def _has_rows(out: Tensor) -> bool:
+    """Whether it is contiguous, or ``[W, n]`` with contiguous rows: a part of a bucket."""
+    return out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)
 
 
 def can_batch(grads: Tensor, factors: Tensor) -> bool:

@@ -74,6 +74,27 @@ def test_normalisation(dtype, mask, shape, centre, bias) -> None:
         check(bias_norm, bias_definition(g, m), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("centre", "bias"), [(True, True), (True, False), (False, False)])
+def test_gradients_of_normalisation(dtype, shape, centre, bias) -> None:
+    x, g = draw(*shape, dtype=dtype) + 0.5, draw(*shape, dtype=dtype)
+    got = rows.affine_grads(x, g, eps=1e-5, centre=centre, bias=bias)
+    x_hat = (F.layer_norm if centre else F.rms_norm)(x.double(), x.shape[2:], eps=1e-5)
+    want = [(g.double() * x_hat).sum(1), g.double().sum(1)][: 1 + bias]
+    assert got.shape == (1 + bias, len(x), x.shape[2])
+    for own, right in zip(got, want, strict=True):
+        assert (own.double() - right).norm() <= 1e-5 * right.norm()
+
+
+def test_gradients_of_nothing_are_zero() -> None:
+    empty = draw(2, 0, 8)
+    got = rows.affine_grads(empty, empty, eps=1e-5, centre=False, bias=True)
+    assert torch.equal(got, torch.zeros(2, 2, 8, device=DEVICE))
+    empty = draw(0, 3, 8)
+    assert rows.affine_grads(empty, empty, eps=0.1, centre=True, bias=True).shape == (2, 0, 8)
+
+
 @pytest.mark.parametrize("centre", [True, False])
 def test_normalisation_without_eps(centre) -> None:
     x, g = draw(2, 5, 9), draw(2, 5, 9)
