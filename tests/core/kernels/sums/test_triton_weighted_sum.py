@@ -62,6 +62,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("before", [32, 3], ids=["aligned", "odd"])
+def test_one_sum_is_written_into_a_part_of_a_bucket(monkeypatch, before) -> None:
+    started = launches(monkeypatch)
+    grad, factors = draw(2, 4, 48, dtype=torch.bfloat16), torch.rand(2, device=DEVICE)
+    whole = torch.full((4, before + 48 + 5), 7.0, device=DEVICE)
+    part = whole[:, before : before + 48]
+    assert weighted_sum.weighted_sum(grad, factors, None, out=part) is part
+    want = torch.einsum("b,b...->...", factors.double(), grad.double())
+    torch.testing.assert_close(part.double(), want, rtol=1e-5, atol=1e-6)
+    assert (whole[:, :before] == 7.0).all() and (whole[:, before + 48 :] == 7.0).all()
+    assert started == [1]
+
+
+@pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=["aligned", "odd"])
 def test_a_lone_sample_is_scaled_where_it_lies(dtype, sizes) -> None:
