@@ -350,7 +350,7 @@ def other_rows(layer: str, rows: int, batch: int) -> ValueError:
         f"{layer} saw {rows} rows in a "
         f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
-        "freeze the layer"
+        "freeze the layer. If there are not that many samples, correct criterion(..., shape=)"
     )
 
 
