@@ -69,7 +69,7 @@ def noise_for_budget(
     if (noise := further.get("correlated_noise")) is not None:
         rate, steps = noise.accounted(rate)
         length = {"steps": steps}
-    return get_noise_multiplier(
+    noise_multiplier = get_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         sample_rate=rate,
@@ -78,6 +78,23 @@ def noise_for_budget(
         sampling=_sampling_to_plan(module, data_loader, further),
         **of_the_search,
     )
+    _warn_of_delta(target_delta, data_loader)
+    return noise_multiplier
+
+
+def _warn_of_delta(delta: float, data_loader: DataLoader[Any]) -> None:
+    """Warn of a delta that allows a sample to be published."""
+    try:
+        size = len(data_loader.dataset)  # type: ignore[arg-type]
+    except TypeError:  # a stream
+        return
+    if size and delta >= 1 / size:
+        warnings.warn(
+            f"target_delta={delta:g} protects nobody among the {size} items of the data set: to "
+            f"publish one of them, chosen at random, has a delta of 1/{size} = {1 / size:.3g}. "
+            "Choose one well below",
+            stacklevel=4,
+        )
 
 
 def _sampling_to_plan(
