@@ -139,15 +139,15 @@ class NoisedSums:
         self._divide(divisor / done)
 
     def _divisor(self) -> float:
-        privacy = self._privacy
-        if privacy.loss_reduction != "mean":
+        if self._privacy.loss_reduction != "mean":
             return 1.0
-        if privacy.expected_batch_size is None:
+        size = self._privacy.expected_batch_size
+        if size is None:
             raise ValueError(
                 "expected_batch_size is needed with loss_reduction='mean', to divide by"
             )
         batches = self.accumulated_iterations * self._parallelism.world_size
-        return float(privacy.expected_batch_size * batches)
+        return float(size * batches)
 
     def _divides_at_once(self) -> bool:
         """Whether noise and division are one pass over the gradients.
