@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from opacus.accountants import create_accountant
 from opacus.accountants.sampling import Sampling
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.core.privacy.correlated import CorrelatedNoise
 from opacus.core.privacy.params import check_switches, plain_norms
 from opacus.core.ranks.parallelism import Single
-from opacus.data.rates import (
-    matching_sample_rate,
-    own_rate,
-    sample_rate_of,
-)
-from opacus.engine_checks import (
-    check_public_numbers,
-    is_distributed,
-    warn_of_another_dataset,
-)
-from opacus.engine_sampling import truncated_poisson
+from opacus.data.rates import sample_rate_of
+from opacus.engine_budget import noise_for_budget
 from opacus.engine_settings import Settings
 from opacus.engine_steps import EngineSteps
 from opacus.utils.uniform_sampler import SystemGenerator
 from opacus.validators.module_validator import ModuleValidator
-
-# Further arguments of make_private_with_epsilon that the search for the noise takes.
-_OF_THE_SEARCH = frozenset({"epsilon_tolerance", "alphas", "eps_error", "delta_error"})
 
 
 class PrivacyEngine(EngineSteps):
@@ -244,37 +228,17 @@ class PrivacyEngine(EngineSteps):
         Raises:
             ValueError: No noise meets the budget, or see :meth:`make_private`.
         """
-        if len(self.accountant) > 0:
-            warnings.warn(
-                "this PrivacyEngine has spent privacy already; target_epsilon is for the coming "
-                "epochs alone, so the total will be larger",
-                stacklevel=2,
-            )
-        if "noise_multiplier" in kwargs:
-            raise TypeError(
-                "make_private_with_epsilon finds noise_multiplier for target_epsilon: leave it "
-                "out, or call make_private"
-            )
-        of_the_search = {name: kwargs.pop(name) for name in _OF_THE_SEARCH & kwargs.keys()}
-        warn_of_another_dataset(self.dataset, data_loader)
-        check_public_numbers(data_loader, kwargs.get("expected_batch_size"), sample_rate)
-        rate = sample_rate
-        if rate is None:
-            rate = (matching_sample_rate if poisson_sampling else sample_rate_of)(data_loader)
-        length: dict[str, float] = {"epochs": epochs}
-        if sample_rate is None and own_rate(data_loader) is not None:  # an epoch is not 1 / rate
-            length = {"steps": math.ceil(epochs * len(data_loader))}
-        if (noise := kwargs.get("correlated_noise")) is not None:
-            rate, steps = noise.accounted(rate)
-            length = {"steps": steps}
-        noise_multiplier = get_noise_multiplier(
+        noise_multiplier = noise_for_budget(
+            self.accountant,
+            self.dataset,
+            module,
+            data_loader,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=rate,
-            **length,
-            accountant=self.accountant.mechanism(),
-            sampling=_sampling_to_plan(module, data_loader, kwargs),
-            **of_the_search,
+            epochs=epochs,
+            poisson_sampling=poisson_sampling,
+            sample_rate=sample_rate,
+            further=kwargs,
         )
         return self.make_private(
             module=module,
@@ -312,15 +276,3 @@ class PrivacyEngine(EngineSteps):
         fixed = ModuleValidator.fix(module)
         ModuleValidator.validate(fixed, strict=True)
         return fixed
-
-
-def _sampling_to_plan(
-    module: nn.Module, data_loader: DataLoader[Any], further: Mapping[str, Any]
-) -> Sampling | None:
-    """How ``make_private`` will draw batches, as far as the noise for a budget depends on it."""
-    most, sampling = further.get("max_batch_size"), further.get("sampling")
-    if most is None:
-        return sampling
-    deals = is_distributed(module) and further.get("data_layout", "auto") != "replicated"
-    ranks = dist.get_world_size() if deals else 1
-    return truncated_poisson(len(data_loader.dataset), most, ranks)  # type: ignore[arg-type]

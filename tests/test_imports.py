@@ -38,6 +38,7 @@ ALLOWED = {
     "engine_settings": {"accountants", "core", "planning"},
     "engine_checks": {"core", "distributed", "engine_settings", "grad_sample", "optimizers"},
     "engine_sampling": {"accountants", "core", "data", "engine_settings"},
+    "engine_budget": {"accountants", "data", "engine_checks", "engine_sampling"},
     "engine_checkpoints": {
         *("checkpoints", "core", "engine_accounting", "optimizers", "schedulers"),
     },

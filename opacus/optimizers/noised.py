@@ -78,7 +78,9 @@ class NoisedSums:
         with torch.no_grad():
             dtypes = [parameter.dtype for parameter in parameters]
             names = self._noise_names(parameters)
-            divisor = self._divisor() if self._divides_at_once() else 1.0
+            divisor = self._divisor()  # refused before noise is drawn, if it is
+            if not self._divides_at_once():
+                divisor = 1.0
             noised = self._parallelism.noised(
                 std, sums, dtypes, self._overwrites_sums, names, divisor
             )
@@ -137,12 +139,15 @@ class NoisedSums:
         self._divide(divisor / done)
 
     def _divisor(self) -> float:
-        privacy = self._privacy
-        if privacy.loss_reduction != "mean":
+        if self._privacy.loss_reduction != "mean":
             return 1.0
-        assert privacy.expected_batch_size is not None
+        size = self._privacy.expected_batch_size
+        if size is None:
+            raise ValueError(
+                "expected_batch_size is needed with loss_reduction='mean', to divide by"
+            )
         batches = self.accumulated_iterations * self._parallelism.world_size
-        return float(privacy.expected_batch_size * batches)
+        return float(size * batches)
 
     def _divides_at_once(self) -> bool:
         """Whether noise and division are one pass over the gradients.

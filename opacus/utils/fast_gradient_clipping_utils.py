@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from opacus.core.step.arithmetic import ARITHMETIC, combined
 from opacus.core.step.loss_scale import SCALING, calling_scaler
-from opacus.core.step.losses import MEANS, as_reduced, per_sample_losses, rows_of
+from opacus.core.step.losses import MEANS, as_reduced, per_sample_losses, rows_of, samples_in
 from opacus.core.step.private_step import clip_batch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
@@ -269,6 +269,7 @@ class DPLossFastGradientClipping:
             kwargs: What the criterion takes.
 
         Raises:
+            TypeError: ``shape`` is no shape.
             ValueError: The criterion did not give one loss (or more) a sample.
         """
         losses, passes = self._unreduced(args, kwargs), self.module._recorder.passes
@@ -282,8 +283,8 @@ class DPLossFastGradientClipping:
         if shape is None:
             self._refuse_joined(losses, samples)
         else:
+            samples = samples_in(shape, losses)
             passes.samples_are_told()
-            samples = int(shape[0])
         rows = rows_of(self.criterion, losses, args, kwargs)
         losses = self._per_sample(losses, rows, args, kwargs, samples)
         self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)

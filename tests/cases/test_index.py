@@ -24,13 +24,13 @@ INDEX: dict[str, list[str]] = {
     "B79": ["engine/test_units.py::test_rows_are_followed_to_their_samples"],
     # in-batch negatives
     "N109": [
-        "core/isolation/test_isolation.py::test_samples_that_depend_on_each_other",
-        "core/isolation/test_isolation.py::test_a_criterion_that_mixes_samples",
+        "core/isolation/test_coupled_samples.py::test_samples_that_depend_on_each_other",
+        "core/isolation/test_coupled_samples.py::test_a_criterion_that_mixes_samples",
     ],
     # means over class weights or tokens of the batch
     "N110": [
-        "core/isolation/test_isolation.py::test_means_over_class_weights",
-        "core/isolation/test_isolation.py::test_means_over_the_tokens_of_the_batch",
+        "core/isolation/test_isolation_warnings.py::test_means_over_class_weights",
+        "core/isolation/test_isolation_warnings.py::test_means_over_the_tokens_of_the_batch",
     ],
     # gradient penalty
     "N111": ["engine/test_other_gradients.py::test_gradient_penalties_are_refused"],

@@ -109,3 +109,38 @@ def test_a_loss_for_each_token_of_no_samples(reduction: str) -> None:
         reduction=reduction,
     )
     assert losses.shape == (0,)
+
+
+SHAPES: dict[Any, tuple[type[Exception], str]] = {
+    (4, T, 3): (ValueError, r"shape=\(4, 9, 3\) says that there are 4 samples"),
+    (0, T): (ValueError, "says that there are 0 samples"),
+    (-B, T): (ValueError, "says that there are -5 samples"),
+    (): (TypeError, r"shape must be .*\(batch, length, classes\), got \(\)"),
+    B: (TypeError, "got 5"),
+    (2.5, T): (TypeError, r"got \(2.5, 9\)"),
+    (T, B, 3): (ValueError, r"correct criterion\(..., shape=\)"),  # divides the losses
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mode", GHOST)
+def test_a_wrong_shape_is_named(mode: str, shape: Any) -> None:
+    torch.manual_seed(0)
+    net, inputs, targets = nn.Linear(6, 3), torch.randn(B, T, 6), torch.randint(3, (B, T))
+    model, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=B),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    kind, message = SHAPES[shape]
+    with pytest.raises(kind, match=message):
+        criterion(model(inputs).flatten(0, 1), targets.flatten(), shape=shape).backward()
+    optimizer.zero_grad()
+    logits = model(inputs)
+    criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape).backward()
+    optimizer.step()

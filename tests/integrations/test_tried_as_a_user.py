@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 
 # What was tried: the test, or why there is none. Names are files of tests/ and functions in them.
 ROWS: dict[str, str] = {
-    "a model's own loss, padded, in hooks": "core/isolation/test_isolation.py::test_a_loss_inside_the_model",
+    "a model's own loss, padded, in hooks": "core/isolation/test_usual_models.py::test_a_loss_inside_the_model",
     "Trainer saves and resumes": "integrations/test_trainer_checkpoints.py::test_killed_and_resumed",
     "Trainer's seed": (
         "integrations/test_trainer.py::test_the_trainers_seed_says_nothing_of_noise_and_draws"

@@ -222,24 +222,20 @@ class NormLedger:
         Args:
             records: Of different layers.
         """
-        planner, kept = self.planner, self.kept
+        planner = self.planner
         if planner is None:
             Together(self).measure(records)
             return
-        limited = planner.looks
-        if limited:
-            records = [r for r in records if not _left_to_a_replay(self, planner, r)]
-        for record in records:
-            if planner.stores(record):
-                kept.form(record, planner.rounding, limited)
-        rest = [_form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers]
-        kept.held += rest
-        now: list[Record] = []
-        for record in rest:
-            record.keep()
-            self.norms.layers.add(record.spec.name)  # no other use may come any more
-            if limited or self.deferred or not record.layer.rule.takes_several:
-                now.append(record)
+        if planner.looks:
+            _settle_blocks(self, planner, records)
+            return
+        held = _keep(self, planner, records)
+        if self.deferred:
+            Together(self).measure(held)
+            return
+        for record in held:
+            if not record.layer.rule.takes_several:
+                self.norms.measure([record])
                 continue
             on = record.device
             place = on, stream_number(on.index) if on.type == "cuda" else 0
@@ -247,12 +243,6 @@ class NormLedger:
             waiting.append(record)
             if len(waiting) >= MEASURED_TOGETHER:
                 self.norms.measure(self._unmeasured.pop(place))
-        if now:
-            Together(self).measure(now)
-        visit = planner.leaving() if limited else None
-        if visit is not None:
-            for owner, norm_sq in kept.send_away(visit.names, visit.owners).items():
-                self.norms.add(owner, norm_sq)
 
     def measure_held(self) -> None:
         """Norms of the layers that wait though they are held for the sum; no more come."""
@@ -277,6 +267,32 @@ def _check_measured(held: Iterable[Record], norm_sq: Mapping[str, Tensor]) -> No
                     f"{record.spec} was not measured, though it is to be summed. Nothing of this "
                     "batch was added to the model; please report this"
                 )
+
+
+def _keep(
+    ledger: NormLedger, planner: Storage, records: Sequence[Record], may_be_dropped: bool = False
+) -> list[Record]:
+    """Keep records for the sum, or per-sample gradients instead; returns what is to be measured."""
+    kept = ledger.kept
+    for record in records:
+        if planner.stores(record):
+            kept.form(record, planner.rounding, may_be_dropped)
+    held = [_form_light(r, kept.formed) for r in records if r.spec.name not in kept.layers]
+    kept.held += held
+    for record in held:
+        record.keep()
+        ledger.norms.layers.add(record.spec.name)  # no other use may come any more
+    return held
+
+
+def _settle_blocks(ledger: NormLedger, planner: Storage, records: Sequence[Record]) -> None:
+    """Settle where blocks may run again or leave: each norm must be there before they do."""
+    here = [r for r in records if not _left_to_a_replay(ledger, planner, r)]
+    Together(ledger).measure(_keep(ledger, planner, here, may_be_dropped=True))
+    visit = planner.leaving()
+    if visit is not None:
+        for owner, norm_sq in ledger.kept.send_away(visit.names, visit.owners).items():
+            ledger.norms.add(owner, norm_sq)
 
 
 def _left_to_a_replay(ledger: NormLedger, planner: Storage, record: Record) -> bool:
@@ -350,7 +366,7 @@ def other_rows(layer: str, rows: int, batch: int) -> ValueError:
         f"{layer} saw {rows} rows in a "
         f"batch of {batch} samples, so its per-sample gradients are unknown. Let its input have "
         "the batch in its first dimension (expand position ids to [batch, length], say), or "
-        "freeze the layer"
+        "freeze the layer. If there are not that many samples, correct criterion(..., shape=)"
     )
 
 

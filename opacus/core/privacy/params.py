@@ -37,8 +37,6 @@ class PrivacyParams:
         expected_batch_size: int | float | None = None,
         loss_reduction: str = "mean",
     ) -> None:
-        if loss_reduction not in REDUCTIONS:
-            raise ValueError(f"loss_reduction must be one of {REDUCTIONS}, got {loss_reduction!r}")
         self.loss_reduction = loss_reduction
         # How a sample's whole norm becomes its factor; see opacus.core.privacy.clipping.
         self.clip_rule = "flat"
@@ -51,13 +49,29 @@ class PrivacyParams:
         self.count_noise_std: float | None = None
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
-        divides = loss_reduction == "mean" and expected_batch_size is not None
-        if divides and not as_number("expected_batch_size", expected_batch_size) > 0:
-            raise ValueError(
-                f"expected_batch_size must be > 0, got {expected_batch_size!r}: the mean divides "
-                "by it"
-            )
         self.expected_batch_size = expected_batch_size
+
+    @property
+    def loss_reduction(self) -> str:
+        return self._loss_reduction
+
+    @loss_reduction.setter
+    def loss_reduction(self, value: str) -> None:
+        if value not in REDUCTIONS:
+            raise ValueError(f"loss_reduction must be one of {REDUCTIONS}, got {value!r}")
+        self._loss_reduction = value
+
+    @property
+    def expected_batch_size(self) -> int | float | None:
+        return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: int | float | None) -> None:
+        if value is not None and not 0 < as_number("expected_batch_size", value) < math.inf:
+            raise ValueError(
+                f"expected_batch_size must be > 0 and finite, got {value!r}: the mean divides by it"
+            )
+        self._expected_batch_size = value
 
     @property
     def noise_multiplier(self) -> float:

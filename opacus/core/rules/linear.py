@@ -26,40 +26,11 @@ from opacus.core.rules.spec import LayerSpec
 RANK_ROWS = 256
 
 
-class LinearRule(LayerRule):
-    """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
+class LinearNorms(LayerRule):
+    """Squared norms, of one layer and of several together, without per-sample gradients."""
 
-    light = ("bias",)
-    bilinear = ("weight",)
     beside_tables = True
     takes_several = True
-    transposed = False
-
-    def features(self, spec: LayerSpec) -> int:
-        return 1
-
-    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
-        return 1, 1
-
-    def per_sample_grad(
-        self, spec: LayerSpec, activations: Any, backprops: Any
-    ) -> dict[str, Tensor]:
-        x, g = _tokens(spec, activations, backprops)
-        grads = {}
-        if "weight" in spec.params:
-            grads["weight"] = self.products(x, g)
-        if "bias" in spec.params:
-            grads["bias"] = g.sum(1)
-        return grads
-
-    def products(self, x: Tensor, g: Tensor) -> Tensor:
-        """The weight's per-sample gradients from ``[B, T, d]`` and ``[B, T, p]``."""
-        return products_of_rows(x, g) if self.transposed else products_of_rows(g, x)
-
-    def carried(self, spec: LayerSpec) -> Carried | None:
-        known = spec.params in (("weight", "bias"), ("weight",), ("bias",))
-        some = tuple([name in spec.params for name in ("weight", "bias")])
-        return (_rows, (self.transposed, *some)) if known else None
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         x, g = _tokens(spec, activations, backprops)
@@ -70,6 +41,14 @@ class LinearRule(LayerRule):
             norms["bias"] = self.kernels.bias(g)
         return norms
 
+    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
+        x, g = _tokens(spec, activations, backprops)
+        return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
+
+    def stacked_bytes(self, spec: LayerSpec, activations: Any, backprops: Any) -> int:
+        pair = _tokens(spec, activations, backprops)
+        return stacked_bytes(*pair) if "weight" in spec.params else 0
+
     def norm_sq_of_several(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]
     ) -> list[dict[str, Tensor]]:
@@ -77,10 +56,6 @@ class LinearRule(LayerRule):
         weights = _with_weight(uses)
         products = self.kernels.products([pairs[i] for i in weights])
         return self._with_biases(uses, pairs, weights, products)
-
-    def stacked_bytes(self, spec: LayerSpec, activations: Any, backprops: Any) -> int:
-        pair = _tokens(spec, activations, backprops)
-        return stacked_bytes(*pair) if "weight" in spec.params else 0
 
     def norm_sq_of_many(
         self, uses: Sequence[tuple[LayerSpec, Any, Any]]
@@ -118,9 +93,11 @@ class LinearRule(LayerRule):
         own = norms.pop("weight")  # mended where terms had cancelled
         return Heads(x, at_rows(g, ids), torch.stack([own, own])), norms
 
-    def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
-        x, g = _tokens(spec, activations, backprops)
-        return x.shape[0] * self.kernels.product_cost(x.shape[1], x.shape[2], g.shape[2])
+
+class LinearSums(LayerRule):
+    """Sums over the batch, each as one product."""
+
+    transposed = False  # whether the weight is [d, p]
 
     def weighted_grad(
         self, spec: LayerSpec, activations: Any, backprops: Any, factors: Tensor | None
@@ -165,6 +142,39 @@ class LinearRule(LayerRule):
         left = left.t().unflatten(0, (len(out), -1))  # [W, p / W, tokens]
         right = right.expand(len(out), *right.shape)
         wide_bmm(left, right, out=out.unflatten(1, (-1, right.shape[2])))  # [W, p / W, d]
+
+
+class LinearRule(LinearNorms, LinearSums):
+    """The weight's per-sample gradient is ``G_i^T A_i``, the bias' ``sum_t G_it``."""
+
+    light = ("bias",)
+    bilinear = ("weight",)
+
+    def features(self, spec: LayerSpec) -> int:
+        return 1
+
+    def token_features(self, spec: LayerSpec) -> tuple[int, int]:
+        return 1, 1
+
+    def per_sample_grad(
+        self, spec: LayerSpec, activations: Any, backprops: Any
+    ) -> dict[str, Tensor]:
+        x, g = _tokens(spec, activations, backprops)
+        grads = {}
+        if "weight" in spec.params:
+            grads["weight"] = self.products(x, g)
+        if "bias" in spec.params:
+            grads["bias"] = g.sum(1)
+        return grads
+
+    def products(self, x: Tensor, g: Tensor) -> Tensor:
+        """The weight's per-sample gradients from ``[B, T, d]`` and ``[B, T, p]``."""
+        return products_of_rows(x, g) if self.transposed else products_of_rows(g, x)
+
+    def carried(self, spec: LayerSpec) -> Carried | None:
+        known = spec.params in (("weight", "bias"), ("weight",), ("bias",))
+        some = tuple([name in spec.params for name in ("weight", "bias")])
+        return (_rows, (self.transposed, *some)) if known else None
 
     def join(self, spec: LayerSpec, uses: Sequence[Use]) -> Use | None:
         x, g = join_tokens([(a[0], b) for a, b in uses], (1, 1))

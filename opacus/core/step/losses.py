@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -53,6 +54,38 @@ def rows_of(criterion: Any, losses: Any, args: Any, kwargs: Any) -> int | None:
     given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 0)
     first = next(given, None)
     return None if first is None else first.shape[0]
+
+
+def samples_in(shape: Any, losses: Any) -> int:
+    """Number of samples by the shape of the outputs that a criterion was called on, flattened.
+
+    Args:
+        shape: ``(B, T, ...)``, as the user gave it.
+        losses: What the criterion returned without reduction.
+
+    Raises:
+        TypeError: That is no shape.
+        ValueError: The losses cannot be those of so many samples.
+    """
+    try:
+        sizes = [operator.index(size) for size in shape]
+    except TypeError:
+        sizes = []
+    if not sizes:
+        raise TypeError(
+            "shape must be the shape that the outputs had before they were flattened, such as "
+            f"(batch, length, classes), got {shape!r}"
+        )
+    samples = sizes[0]
+    given = tuple(losses.shape) if isinstance(losses, Tensor) else ()
+    whole = len(given) == 1 and 0 < samples <= given[0] and given[0] % samples == 0
+    if given and given[0] != samples and not whole:
+        raise ValueError(
+            f"shape={tuple(sizes)} says that there are {samples} samples, but the criterion "
+            f"returned losses of shape {given}: the first number of "
+            "shape must be that of the samples, whose positions were flattened into one dimension"
+        )
+    return samples
 
 
 def per_sample_losses(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import transformers.trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -26,6 +25,7 @@ from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import ChunkedCollate
 from opacus.integrations.transformers.card import Guarantee
 from opacus.integrations.transformers.logits import computes_the_models_loss, drop_logits
+from opacus.integrations.transformers.logs import with_mean
 from opacus.integrations.transformers.losses import by_function, loss_of
 from opacus.integrations.transformers.placement import (
     compile_blocks,
@@ -46,8 +46,6 @@ from opacus.losses import LossInHead, is_without_logits
 from opacus.privacy_engine import PrivacyEngine
 
 logger = logging.getLogger(__name__)
-
-_QUANTILES = (0.1, 0.5, 0.9)
 
 
 class DPTrainerMixin(PrivateStep, PrivateSaving):
@@ -279,7 +277,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; afterwards the model is without hooks."""
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return with_mean(super().train(*args, **kwargs))  # type: ignore[misc]
         finally:
             self._undo()
 
@@ -312,6 +310,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         saved = None
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
+        self._start_logs()
         self._place()
         self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
         if self.compute_loss_func is None and computes_the_models_loss(type(self), DPTrainerMixin):
@@ -397,18 +396,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         finally:
             transformers.trainer.skip_first_batches = skip
 
-    # --- logs, evaluation ---
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with epsilon beside training losses."""
-        if "loss" in logs or "train_loss" in logs:
-            logs["epsilon"] = self.get_epsilon()
-            if self._norms:
-                norms = torch.cat(self._norms)
-                self._norms.clear()
-                for q in _QUANTILES:
-                    logs[f"private/grad_norm_p{q * 100:.0f}"] = float(norms.quantile(q))
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+    # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a model that is to be sharded is, before."""

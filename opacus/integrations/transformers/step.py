@@ -13,13 +13,14 @@ from torch import Tensor
 from opacus.data_loader import CollateFnWithEmpty
 from opacus.integrations.transformers.arguments import DPArguments
 from opacus.integrations.transformers.batches import LogicalBatch, agreed_parts, tokens_in
+from opacus.integrations.transformers.logs import PrivateLogs
 from opacus.integrations.transformers.losses import Outputs
 
 # Beginnings of the names under which the criterion gets outputs and inputs.
 _OUTPUT, _INPUT = "output_", "input_"
 
 
-class PrivateStep:
+class PrivateStep(PrivateLogs):
     """Overrides of a Trainer's own; a base of ``DPTrainerMixin``.
 
     Guarantee: what the optimizer's step gets is the clipped sum of one logical batch, of no
@@ -34,7 +35,6 @@ class PrivateStep:
     _private: Any
     _private_loader: Any
     _criterion: Any
-    _norms: list[Tensor]
     _blank: CollateFnWithEmpty | None
     state: Any
     _tr_loss: Tensor
@@ -70,6 +70,7 @@ class PrivateStep:
             if not last:
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
+        self._note_step(mean_size)
         # Trainer takes the mean over processes, so this becomes one over all examples.
         return self._filtered(total / (mean_size or 1.0))
 

@@ -89,10 +89,15 @@ def test_gaussian_widens_half_precision_and_draws_nothing_for_zero() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("size", [0, -4, math.nan])
+@pytest.mark.parametrize("size", [0, -4, math.nan, math.inf])
 def test_a_mean_is_divided_by_a_positive_size(size: float) -> None:
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
     with pytest.raises(ValueError, match="expected_batch_size must be > 0"):
-        PrivacyParams(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=size)
+        PrivacyParams(**given, expected_batch_size=size)
+    later = PrivacyParams(**given, expected_batch_size=4)
+    with pytest.raises(ValueError, match="expected_batch_size must be > 0"):
+        later.expected_batch_size = size
+    assert later.expected_batch_size == 4
 
 
 def test_noise_of_a_tensor_that_waits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""What the isolation check cannot see, or may not refuse, is told in a warning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opacus import IsolationError
+from opacus.core.isolation.check import Isolation
+from tests.helpers.isolation import (
+    MODES,
+    B,
+    Pair,
+    in_batch,
+    mlp,
+    private,
+    step,
+    vectors,
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_draws_random_numbers(mode: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x + torch.randn_like(x))
+
+    parts = private(Noisy(), mode)
+    with pytest.warns(UserWarning, match="random numbers of its own"):
+        step(parts, vectors())
+    step(parts, vectors())  # once
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.h = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.h(self.e(ids))
+
+
+def labels(even: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    ids = torch.randint(0, 12, (B, 10))
+    targets = ids.clone()
+    if not even:
+        targets[2:5, 3:] = -100
+    return ids, targets
+
+
+def over_tokens(model: Any, criterion: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+
+def test_means_over_the_tokens_of_the_batch() -> None:
+    parts = private(Tokens(), "hooks")
+    with pytest.warns(UserWarning, match="mean over the tokens of the batch"):
+        step(parts, labels(even=False), over_tokens)
+    step(private(Tokens(), "hooks"), labels(even=True), over_tokens)
+
+
+def test_means_over_class_weights() -> None:
+    def weighted(model: Any, criterion: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 5.0, 20.0]))
+
+    with pytest.warns(UserWarning, match="class weights"):
+        step(private(mlp(), "hooks"), vectors(), weighted)
+
+
+@pytest.mark.usefixtures("unfollowed")
+def test_the_check_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "0")
+    monkeypatch.setattr(Isolation, "_warned", False)
+    with pytest.warns(UserWarning, match="OPACUS_ISOLATION_CHECK=0"):
+        parts = private(Pair(), "ghost_bk")
+    step(parts, vectors(), in_batch)
+    private(Pair(), "ghost_bk")  # once
+    monkeypatch.setenv("OPACUS_ISOLATION_CHECK", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        private(Pair(), "ghost_bk")
+
+
+# --- outputs and inputs in containers that torch's pytrees do not open ---
+
+
+@dataclass
+class Held:
+    x: Any
+
+
+class Coupled(nn.Module):
+    """The gradient of each sample depends on the sign of a sum over all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, batch: Any) -> Any:
+        x = batch if isinstance(batch, Tensor) else batch.x
+        output = self.net(x)
+        output = output * (output.detach() * x[:, :1]).sum().sign()
+        return output if isinstance(batch, Tensor) else Held(output)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", [Held, lambda x: x])
+def test_outputs_in_a_dataclass_are_checked(wrap: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    parts, (x, y) = private(Coupled(), mode), vectors()
+
+    def loss(model: Any, criterion: Any, batch: Any) -> Any:
+        output = model(batch[0])
+        return criterion(getattr(output, "x", output), batch[1])
+
+    with pytest.raises((IsolationError, ValueError), match="sample"):
+        step(parts, (wrap(x), y), loss)
+
+
+class Aside(nn.Module):
+    """What it takes and gives cannot be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, batch: Any) -> Any:
+        self.output = self.net(batch() if callable(batch) else batch)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [(lambda x: x, "returned NoneType"), (lambda x: lambda: x, "was called with no tensor")],
+)
+def test_what_cannot_be_looked_into_is_told_once(wrap: Any, what: str) -> None:
+    (model, optimizer, criterion), (x, y) = private(Aside(), "hooks"), vectors()
+    with pytest.warns(UserWarning, match=what) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(wrap(x))
+            criterion(model.output, y).backward()
+            optimizer.step()
+    assert len([one for one in seen if "nothing checks" in str(one.message)]) == 1
