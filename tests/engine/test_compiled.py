@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +162,29 @@ def test_models_compiled_as_a_whole(mode: str) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert_close(gradient((compiled, optimizer, loss), inputs, targets), want)
+
+
+@pytest.mark.parametrize(("mode", "part"), [("ghost", "blocks.0"), ("ghost_bk", "head"), ("hooks", "")])
+def test_as_many_tokens_as_samples_in_the_first_step(mode: str, part: str) -> None:
+    """Then operations are followed one by one while graphs are made that end at layers."""
+    inputs, targets = (t[:6] for t in tokens_and_classes(6))
+    assert inputs.shape == (6, 6)
+    want = gradient(net(mode, compiled=None), inputs, targets)
+    with torch._functorch.config.patch(donated_buffer=False):
+        private = net(mode, compiled=None)
+        private[0]._module.get_submodule(part).compile(backend="aot_eager")
+        assert_close(gradient(private, inputs, targets), want)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_a_block_replaced_by_its_compiled_one_after_make_private(mode: str) -> None:
+    """Which changes the names of its parameters in the model."""
+    inputs, targets = tokens_and_classes()
+    want = gradient(net(mode, compiled=None), inputs, targets)
+    private = net(mode, compiled=None)
+    blocks = private[0]._module.blocks
+    blocks[1] = torch.compile(blocks[1], backend="aot_eager")
+    assert_close(gradient(private, inputs, targets), want)
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])

@@ -217,7 +217,10 @@ class Probe:
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
-        for name, parameter in self._model.named_parameters():
+        # A wrapper that was put around a part since then has changed the names in the model.
+        known = {id(x.parameter(local)): owner for x in layers for local, owner in x.owners.items()}
+        for now, parameter in self._model.named_parameters():
+            name = known.get(id(parameter), now)
             grad, parameter.grad = parameter.grad, None
             if grad is not None and name not in unheld:
                 squares[name] = _square(grad) / len(places) ** 2

@@ -31,6 +31,7 @@ from opacus.core.record.passes import Passes
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.reached import Reached
 from opacus.core.record.record import Record, Tap, Use
+from opacus.core.record.row_trail import SampleRows
 from opacus.core.record.taps import Taps
 from opacus.core.record.trail import Follower
 from opacus.core.record.whose import WhoseRows
@@ -192,5 +193,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows),
 )
