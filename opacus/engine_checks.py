@@ -293,7 +293,7 @@ def on_all_ranks(
         The facts, to which the body may add what it has found out.
     """
     mode = MODES.get(grad_sample_mode) if isinstance(grad_sample_mode, str) else None
-    sharded = is_fsdp(module) or (mode is not None and mode.parallelism == "fsdp")
+    sharded = is_fsdp(module) or (mode is not None and mode.parallelism != "any")
     sharded = sharded or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
     ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ask:

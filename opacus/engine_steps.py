@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -149,7 +150,8 @@ class EngineSteps(EngineCheckpoints):
             **how,
         )
         check_correlated_noise(settings.correlated_noise, loader)
-        if settings.data_layout == "replicated":
+        split = settings.mode.parallelism == "tp" and dist.is_initialized()
+        if split or settings.data_layout == "replicated":
             return repeat_data_loader(loader)
         if settings.mode.parallelism == "fsdp":
             follow_mesh(loader, model._ranks)

@@ -32,6 +32,7 @@ from opacus.core.ranks.parallelism import sum_gradients
 from opacus.core.ranks.recovery import Recovery
 from opacus.core.ranks.reduction import ShardedSink
 from opacus.core.ranks.replicated import LayerShares
+from opacus.core.ranks.same_norms import check_same_norms
 from opacus.core.ranks.shards import can_reduce
 from opacus.core.record.carriers import Carries
 from opacus.core.record.layers import Layer
@@ -148,10 +149,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return LayerShares(layers, list(trainable), self._ranks, dtype)
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = self._recorder
-        tapped = recorder.active(module) or recorder.lone_runs
-        if tapped and not (recorder.in_backward or recorder.probed):
-            self._data_check.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
+        self._data_check.before(self._recorder, module, args, kwargs)
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """See there; where FSDP2 itself reduces the sum, it takes it from the layers' backward."""
@@ -232,9 +230,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         it. Replicated data: an all-reduce (for each axis of the mesh) adds the layers' norms.
 
         Raises:
-            RuntimeError: There was no norm pass.
+            RuntimeError: There was no norm pass; or, on all ranks, ranks that hold the same samples
+                by tensor parallelism have other norms.
         """
         norms = super().compute_all_norms_parallel()
+        if self._ranks.tensor:
+            parameters = dict(self._module.named_parameters())
+            check_same_norms(parameters, self._norms.by_name, len(norms), self._ranks.tensor)
         if self._shares is None:
             return norms
         with torch.no_grad():

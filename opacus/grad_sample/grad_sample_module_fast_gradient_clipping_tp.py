@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from opacus.core.platform.sharded import is_dtensor
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opacus.core.platform.sharded import compute_device, is_dtensor
+from opacus.core.ranks.data_check import DataCheck
+from opacus.core.ranks.mesh import ModelRanks
+from opacus.core.ranks.same_norms import check_same_norms
 from opacus.core.record.layers import Layer
 from opacus.core.rules.tensor_parallel import TensorParallelRule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -60,11 +66,35 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
             split = is_dtensor(parameter) and any(p.is_shard() for p in parameter.placements)
             parameter.merge_flag = split  # type: ignore[attr-defined]
 
+    def add_hooks(self, **how: Any) -> None:
+        """See :meth:`GradSampleHooks.add_hooks`; also watches that ranks are fed the same."""
+        super().add_hooks(**how)
+        handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
+        self._recorder.handles.append(handle)
+
+    def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if world := _world():
+            device = compute_device(self.trainable_parameters[0])
+            ranks = ModelRanks((), (world,), 0, 1, device)
+            DataCheck(False, ranks).before(self._recorder, module, args, kwargs)
+
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
         for layer in layers:
             layer.rule = TensorParallelRule(layer.rule, layer.module)
         return layers
+
+    def compute_all_norms_parallel(self) -> Tensor:
+        """Compute the norms that wait, and publish all of them; ``[B]``, equal on all ranks.
+
+        Raises:
+            RuntimeError: There was no norm pass; or, on all ranks, their norms differ.
+        """
+        norms = super().compute_all_norms_parallel()
+        if world := _world():
+            parameters = dict(self._module.named_parameters())
+            check_same_norms(parameters, self._norms.by_name, len(norms), [world])
+        return norms
 
     def cleanup(self) -> None:
         """Remove the hooks and every attribute that was put on parameters."""
@@ -78,3 +108,8 @@ class GradSampleModuleFastGradientClippingTP(
     GradSampleHooksFastGradientClippingTP, AbstractGradSampleModule
 ):
     """Wrapper module with :class:`GradSampleHooksFastGradientClippingTP`; same arguments."""
+
+
+def _world() -> dist.ProcessGroup | None:
+    """All ranks, which hold the same samples; ``None`` without a process group."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

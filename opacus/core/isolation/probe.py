@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.memory import free_memory
-from opacus.core.platform.sharded import compute_device
+from opacus.core.platform.sharded import compute_device, is_dtensor
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
@@ -299,8 +299,8 @@ def _square(grad: Tensor) -> Tensor:
     dense = grad.coalesce().values() if grad.is_sparse else grad
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     wide = torch.promote_types(real.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(real, dtype=wide)
-    return norm.double() ** 2
+    norm: Any = torch.linalg.vector_norm(real, dtype=wide)
+    return (norm.full_tensor() if is_dtensor(norm) else norm).double() ** 2
 
 
 def _floats(values: list[Tensor]) -> list[float]:

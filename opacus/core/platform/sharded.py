@@ -22,6 +22,22 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_split(kinds: Iterable[type]) -> bool:
+    """Whether any of these classes of tensors is one of :func:`part_of`."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(k, (module.DTensor, _waiting())) for k in kinds)
+
+
+def part_of(tensor: Any) -> Any:
+    """The memory of a DTensor on this rank, or of a result of communication under way."""
+    local = local_of(tensor)
+    return local.elem if is_split([type(local)]) else local
+
+
+def _waiting() -> Any:
+    return sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor
+
+
 def local_of(tensor: Any) -> Any:
     """This rank's shard of a DTensor, without a gradient of its own; another tensor as it is.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opacus.core.platform.trees import tensors_of
 from opacus.core.ranks.mesh import ModelRanks
+from opacus.core.record.recorder import Recorder
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 
@@ -19,7 +20,7 @@ class DataCheck:
     Sharded: looks at the first batch that several ranks have samples of. If all of them are
     equal, every sample would be summed once a rank, at that many times the sensitivity.
     Replicated: looks at every batch, which must be the same on all ranks. Ranks along a
-    tensor-parallel axis must have equal batches in any case.
+    tensor-parallel axis must have equal batches in any case, each time.
 
     Costs one all-gather of four numbers; no sample leaves its rank.
 
@@ -32,6 +33,13 @@ class DataCheck:
         self.replicated = replicated
         self.ranks = ranks
         self.done = ranks.count == 1 and not ranks.tensor
+        self._differ = False  # whether the data axes were found to have different batches
+
+    def before(self, recorder: Recorder, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is about to run; every rank must call this. See :meth:`look`."""
+        tapped = recorder.active(module) or recorder.lone_runs
+        if tapped and not (recorder.in_backward or recorder.probed):
+            self.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
 
     def look(self, inputs: Any) -> None:
         """Compare the inputs of a forward pass; every rank must call this.
@@ -67,9 +75,9 @@ class DataCheck:
 
     def _check_different(self, batches: list[list[int]]) -> None:
         filled = [batch for batch in batches if batch[0]]
-        if len(filled) < 2:
+        if len(filled) < 2 or self._differ:
             return  # look again
-        self.done = True
+        self._differ, self.done = True, not self.ranks.tensor
         if filled[0][3] and all(batch == filled[0] for batch in filled):
             raise ValueError(
                 f"data_layout='sharded', but {len(filled)} ranks got the same batch of "

@@ -21,9 +21,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.shared import Place
+from opacus.core.record.trail.collectives import COLLECTIVES
 from opacus.core.record.trail.computes import COMPUTES, pointwise
-from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
+from opacus.core.record.trail.labels import (
+    ConflictError,
+    Labels,
+    Lost,
+    NobodysRowsError,
+    State,
+    varies,
+)
 from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
@@ -40,7 +49,7 @@ from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, in_order, units_of
 
-_HANDLERS: dict[str, Handler] = {**MOVES, **WRITES, **COMPUTES}
+_HANDLERS: dict[str, Handler] = {**MOVES, **WRITES, **COMPUTES, **COLLECTIVES}
 _UNWRITTEN = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
@@ -100,9 +109,15 @@ class Trail(TorchDispatchMode):
         return ids.view([self.count if d == dim else 1 for d in range(dims)])
 
     def state(self, tensor: Tensor) -> State:
-        """The label of a tensor."""
+        """The label of a tensor; of one that is split over ranks, that of this rank's part."""
+        local = part_of(tensor)
         # Parameters are nobody's, also those that FSDP puts into memory of its own.
-        return self._memory.state(tensor) if type(tensor) is Tensor else None
+        state = self._memory.state(local) if type(local) is Tensor else None
+        if local is not tensor and isinstance(state, Labels):
+            split = [d for d, (n, own) in enumerate(zip(tensor.shape, local.shape)) if n != own]
+            if any(varies(state, d) for d in split):
+                return Lost("the samples' rows are split over ranks")
+        return state
 
     def layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
@@ -131,7 +146,7 @@ class Trail(TorchDispatchMode):
             whole = in_order(state.ids, self.count, batch_dim)
             if whole is not None:  # constants stand in for units of which nothing came here
                 state = Labels(whole, spec, state.moved)
-                self._memory.put(output, state, DATA)
+                self._memory.put(part_of(output), state, DATA)
             units = units_of(state.ids, output.shape, self.count, batch_dim)
             if units is not None and units.ids is not None and not state.moved:
                 self._note_use(spec, units.ids)
@@ -157,7 +172,7 @@ class Trail(TorchDispatchMode):
                 "length], say), or freeze the layer"
             )
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
-        self._memory.put(output, labels, DATA)
+        self._memory.put(part_of(output), labels, DATA)
         return None
 
     def same_rows(self, given: Tensor, output: Tensor) -> None:
@@ -264,6 +279,8 @@ class Trail(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_split(types):  # the operations that it runs on this rank's parts come here then
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if self._aside:
             return result
@@ -343,7 +360,7 @@ class Trail(TorchDispatchMode):
             handler = pointwise
         if handler is None or torch.Tag.inplace_view in func.tags:
             return [Lost(f"the operation {name} is not followed")] * len(results)
-        op = Op(name, arguments, result, self.state, self._memory.source)
+        op = Op(name, arguments, result, self.state, self._memory.source, self.count)
         try:
             with torch.no_grad():
                 found = handler(op)

@@ -23,12 +23,13 @@ class Op:
         result: What it returned.
         state: Whose a tensor's elements were before it ran.
         source: What a tensor's values follow from; see :mod:`opacus.core.record.trail.memory`.
+        count: Number of units in the batch.
 
     Attributes:
         chosen: Whether values that may be others the next time have moved elements of units.
     """
 
-    __slots__ = ("arguments", "chosen", "name", "result", "source", "state")
+    __slots__ = ("arguments", "chosen", "count", "name", "result", "source", "state")
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class Op:
         result: Any,
         state: Callable[[Tensor], State],
         source: Callable[[Tensor], int],
+        count: int,
     ) -> None:
         self.name = name
         self.arguments = arguments
         self.result = result
         self.state = state
         self.source = source
+        self.count = count
         self.chosen = False
 
     def __getitem__(self, name: str) -> Any:
