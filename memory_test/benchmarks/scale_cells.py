@@ -121,7 +121,8 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
             # Earlier scripts held the model's output in a variable; those of today do not.
             run = _run(cell["model"], found["world"], cell, row["mode"], row["deferred"],
                        checkpointing=cell["checkpointing"],
-                       holds=cell.get("holds_logits", False))  # fmt: skip
+                       holds=cell.get("holds_logits", False),
+                       wrapped=cell["wrapping"] == "blocks")  # fmt: skip
             if run is not None:
                 yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"],
                                cell.get("call", 0))  # fmt: skip
@@ -174,12 +175,13 @@ def _run(
     *,
     checkpointing: bool = False,
     holds: bool = False,
+    wrapped: bool | None = None,
 ) -> Run | None:
     mode = "no_dp" if mode == "no_dp_single" else mode
-    if mode not in MODELLED or (world == 1 and mode != "no_dp"):
+    if mode not in MODELLED or (world == 1 and not wrapped and mode != "no_dp"):
         return None
     return Run(SHAPES[model], world, cell["tokens"], cell["batch"], mode, checkpointing, deferred,
-               holds_logits=holds)  # fmt: skip
+               holds_logits=holds, wrapped=wrapped)  # fmt: skip
 
 
 def _card(name: str) -> str:
