@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -225,6 +225,16 @@ def test_family(name: str, mode: str) -> None:
         return
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[name][0]):
         check(name, FAMILIES[name].build(), mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("name", ["T5", "BART", "DeBERTa-v2", "Swin"])
+def test_checkpoints_of_layers_that_run_once_for_all_samples(name: str, mode: str) -> None:
+    family = FAMILIES[name]
+    more = {"num_layers": 2} if name == "T5" else {}  # the second block has the first one's table
+    model = replace(family, config={**family.config, **more}).build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check(name, model, mode)
 
 
 def test_a_layer_with_a_cache_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,15 +291,6 @@ def calls_themselves(modules: Iterable[nn.Module]) -> None:
         module.__dict__.pop("_compiled_call_impl", None)
 
 
-def packs_saved_tensors() -> bool:
-    """Whether what graphs save goes through hooks: to be computed again by a checkpoint, say.
-
-    Also where this version of torch does not say.
-    """
-    asked: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return asked is None or asked(True) is not None
-
-
 def _public_stream_number(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.platform.saved_tensors import packs_saved_tensors
 from opacus.core.platform.sizes import OWN_WEIGHT_WIDTH
 from opacus.core.platform.torch_internals import (
     call_instead,
     calls_themselves,
     hooks_every_module,
-    packs_saved_tensors,
 )
 from opacus.core.record.layers import Layer
 

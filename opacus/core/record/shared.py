@@ -10,6 +10,10 @@ Note [Shared tensors]
     *rows* ``[n, ...]``, in which all are equal, but not their gradients: the layer is tapped on
     its rows, as any layer with a row for each sample.
 
+    A checkpoint that is not reentrant runs a part of the model again for the tensors that its graph
+    had saved. There shared tensors meet what they met before, so what has the same shape has its
+    samples in the same place; gradients go through the first graph alone.
+
     The trail follows the rows like all else: a mistake made here ends in its refusal.
 """
 
@@ -22,8 +26,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.record import ANCHOR, Tap, Use
 from opacus.core.rules.spec import LayerSpec
 
@@ -190,8 +196,9 @@ def _shared(
                 fresh = iter(rows)
                 return call(func, lambda _: next(fresh))
 
-            with torch.enable_grad():
-                out = torch.func.vmap(one, randomness="same")(*[s.rows() for s in shared])
+            given = [s.rows() for s in shared]
+            with torch.enable_grad(), _saved_as_it_is():
+                out = torch.func.vmap(one, randomness="same")(*given)
             made.extend(tree_flatten(out)[0])
         return made
 
@@ -204,6 +211,15 @@ def _shared(
             fresh = Source(rows, at, source.spec, source.scope, simple)
             leaves[i] = Shared.of(leaf, fresh)
     return tree_unflatten(leaves, tree)
+
+
+def _saved_as_it_is() -> saved_tensors_hooks:
+    """What graphs save belongs to no checkpoint: rows are made once, wherever that is."""
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _item(make: Callable[[], list[Any]], place: int) -> Any:
@@ -310,9 +326,10 @@ def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> 
         named = use.forward_pass.named
         if named is not None:
             use.units = named.of_layer(use.spec, None, own, 0)
-        use.register(own.shape, counted=True, dims=output.dim())
+        use.register(own.shape, counted=number_of_backward() < 0, dims=output.dim())
         use.forward_pass.moved.add(use.spec.name)
-        (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
+        with _saved_as_it_is():
+            (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
         return tapped
 
     return Shared.of(plain(output), Source(rows, None, use.spec, scope, simple))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
 from opacus.core.platform.torch_internals import number_of_backward
@@ -184,8 +185,11 @@ class Taps:
         given = next((t for t in inputs if isinstance(t, Shared)), None)
         if given is not None:
             raise given.refusal(f"goes into {use.spec}, where it meets the samples' rows")
-        if use.forward_pass.made_up or self.in_backward or number_of_backward() >= 0:
+        if use.forward_pass.made_up:
             return None
+        if self.in_backward or number_of_backward() >= 0:
+            again = len(outputs) == 1 and finds_saved_tensors()
+            return self.whose.shared_again(use.spec, outputs[0]) if again else None
         if any(is_dtensor(t) for t in outputs):
             return None  # of a layer that is split over ranks
         return self.whose.sharing(use, outputs)

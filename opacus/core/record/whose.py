@@ -15,6 +15,7 @@ from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.record import Use, differentiable
 from opacus.core.record.shared import Scope
 from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
+from opacus.core.record.trail.mode import Trail
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
 
@@ -42,13 +43,14 @@ class WhoseRows:
         self.asked = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
+        self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
 
     def fresh(self) -> WhoseRows:
         """One for forward passes on the side."""
         other = copy.copy(self)
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
         other._follower, other._follows, other._hidden = self._follower.fresh(), False, {}
-        other.asked = False
+        other.asked, other._shared = False, None
         return other
 
     def begin(
@@ -64,6 +66,7 @@ class WhoseRows:
             recorded: Whether layers are tapped in it.
         """
         self._follows, self._hidden, self.asked = False, {}, False
+        self._shared = None if recorded else self._shared
         asks = None
         if recorded and batch is not None and batch > 1:
             asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
@@ -75,7 +78,8 @@ class WhoseRows:
 
     def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
         """It has ended, with this output; ``None`` if it failed."""
-        self._follows, self.asked = False, bool(self._hidden)
+        self._follows = False
+        self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
             forward_pass.hidden = self._hidden
         self.indices.end()
@@ -125,7 +129,16 @@ class WhoseRows:
         named = use.forward_pass.named
         if not self._follows or len(outputs) > 1 or (named is not None and named.ids.dim() == 2):
             return None
-        return self._follower.sharing(outputs[0], use.batch_dim)
+        scope = self._follower.sharing(outputs[0], use.batch_dim)
+        if scope is not None:
+            scope.shared.add((use.spec.name, outputs[0].shape))
+            self._shared = scope
+        return scope
+
+    def shared_again(self, spec: LayerSpec, output: Tensor) -> Scope | None:
+        """The latest forward pass, if all samples shared there what a layer gives again."""
+        scope = self._shared
+        return scope if scope is not None and (spec.name, output.shape) in scope.shared else None
 
     def same_rows(self, given: Tensor, output: Tensor) -> None:
         """Row i of a layer's output comes from row i of its input, which nothing else shows."""
@@ -189,4 +202,4 @@ class WhoseRows:
         return found[0] if found else None  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_follows": False, "_hidden": {}, "asked": False}
+        return {**self.__dict__, "_follows": False, "_hidden": {}, "asked": False, "_shared": None}

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.shared import Place
 from opacus.core.record.trail.collectives import COLLECTIVES
@@ -82,6 +83,10 @@ class Trail(TorchDispatchMode):
         self._over = False
         # How often each layer was used on each unit, where its place in the batch said so.
         self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
+        # Layers whose outputs of a shape all samples share, and where the samples of tensors were
+        # that these met: a checkpoint runs them again when the pass is over.
+        self.shared: set[tuple[str, torch.Size]] = set()
+        self._met: dict[tuple[torch.Size, torch.dtype], set[Place | None]] = {}
         for tensor in inputs:
             if is_plain(tensor):
                 self._note_input(tensor, dim)
@@ -114,7 +119,11 @@ class Trail(TorchDispatchMode):
         # Parameters are nobody's, also those that FSDP puts into memory of its own.
         state = self._memory.state(local) if type(local) is Tensor else None
         if local is not tensor and isinstance(state, Labels):
-            split = [d for d, (n, own) in enumerate(zip(tensor.shape, local.shape)) if n != own]
+            split = [
+                d
+                for d, (n, own) in enumerate(zip(tensor.shape, local.shape, strict=True))
+                if n != own
+            ]
             if any(varies(state, d) for d in split):
                 return Lost("the samples' rows are split over ranks")
         return state
@@ -206,13 +215,23 @@ class Trail(TorchDispatchMode):
             ValueError: They are not along one dimension, in order.
             RuntimeError: The forward pass is over.
         """
-        if self._over:
+        key = tensor.shape, tensor.dtype
+        if not self._over:
+            place = self._place_of(tensor)
+            self._met.setdefault(key, set()).add(place)
+            return place
+        # Where the place would say whose gradient is whose, what has this shape is not enough.
+        met = self._met.get(key, set())
+        if not finds_saved_tensors() or len(met) != 1:
             raise RuntimeError(
                 "what a layer has computed once for all samples is used after the forward pass, "
                 "where whose rows it meets is not known (an activation checkpoint runs such a part "
                 "of the model again, or the loss takes it): leave that part out of checkpoints, or "
                 "freeze the layer (adapters in other layers, such as LoRA, can be trained)"
             )
+        return next(iter(met))
+
+    def _place_of(self, tensor: Tensor) -> Place | None:
         state = self.state(tensor)
         if state is None:
             return None

@@ -1,0 +1,34 @@
+"""Whether what graphs save goes through hooks, as torch's activation checkpoints let it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opacus.core.platform.torch_internals import number_of_backward
+
+
+def packs_saved_tensors() -> bool:
+    """Whether what graphs save goes through hooks: to be computed again by a checkpoint, say.
+
+    Also where this version of torch does not say.
+    """
+    asked: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return asked is None or asked(True) is not None
+
+
+def finds_saved_tensors() -> bool:
+    """Whether a checkpoint runs a part of the model again only for what its graph had saved.
+
+    So a checkpoint that is not reentrant does. No gradient goes through what is computed now. False
+    for a selective one, which gives the results of some operations in the order in which they ran,
+    and where this version of torch does not say.
+    """
+    asked: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    if asked is None or modes is None or number_of_backward() < 0 or modes():
+        return False
+    hooks = asked(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith("_recomputation_hook.")  # of torch.utils.checkpoint
