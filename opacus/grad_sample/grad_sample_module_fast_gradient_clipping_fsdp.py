@@ -103,7 +103,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         check_data_layout(data_layout)
         check_sharded(m, book_keeping)
         self.data_layout = "replicated" if data_layout == "replicated" else "sharded"
-        self._ranks = ranks_of(m)
+        self._ranks, self._split = ranks_of(m), tensor_parallel_names(m)
         self.copies_of_samples = self._ranks.copies
         super().__init__(
             m,
@@ -170,7 +170,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _layers(self, force_functorch: bool) -> list[Layer]:
         layers = super()._layers(force_functorch)
         # Of a model that is also split by tensor parallelism, any layer may see DTensors.
-        if tensor_parallel_names(self._module):
+        if self._split:
             for layer in layers:
                 layer.rule = TensorParallelRule(layer.rule, layer.module)
         return layers
@@ -190,8 +190,10 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
     def _gather(self, layer: Layer) -> None:
         """Gather a layer whose gradient came past FSDP2: its output was computed anew for it."""
         name, owner = next(iter(layer.owners.items()))
-        split = isinstance(layer.rule, TensorParallelRule)  # these are DTensors when gathered, too
-        if split or not is_dtensor(layer.parameter(name)):
+        parameter = layer.parameter(name)
+        # What is split by tensor parallelism is a DTensor when gathered, too, on its axes alone.
+        axes = len(self._ranks.tensor) if owner in self._split else 0
+        if not is_dtensor(parameter) or parameter.device_mesh.ndim == axes:
             return
         for unit, names in gathered_by(self._module).items():
             if owner in names:
