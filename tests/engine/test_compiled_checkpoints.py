@@ -195,6 +195,17 @@ def test_the_oracles_sum_each_layer_recorded_once_little_saved(name, monkeypatch
     assert counters["stats"]["unique_graphs"] == len(set(SIZES[name]))  # none where it runs again
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_passes_through_selective_checkpoints_are_refused_with_the_remedy(compiled) -> None:
+    model = build("selective")
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager")
+    module, _, loss = private(model, "ghost")
+    inputs, targets = batch(B)
+    with pytest.raises(RuntimeError, match=r"selective.*use the mode with _bk at its end"):
+        loss(module(inputs), targets).backward()
+
+
 def test_checkpoints_are_taken_out_of_compiled_blocks_only() -> None:
     """And not reentrant ones, which hide the forward pass that graphs have to find again."""
     blocks = [checkpoint_wrapper(Block()) for _ in range(3)]

@@ -251,22 +251,35 @@ def _refuse_leaks(strategy: Ghost, leaked: Sequence[tuple[str, nn.Parameter]]) -
     raise foreign_gradients([name for name, _ in leaked])
 
 
+# What torch says where a graph runs backward only once: the cause, and the remedy beside another mode.
+_ONCE = {
+    "donated buffers": (
+        "parts of the model are compiled for one backward pass only",
+        "set torch._functorch.config.donated_buffer = False before the first step",
+    ),
+    "under selective activation checkpoint": (
+        "what a selective activation checkpoint saves serves one backward pass only",
+        "checkpoint without a policy (context_fn)",
+    ),
+}
+
+
 def run_backward(losses: Tensor, retain_graph: bool) -> None:
     """The backward pass of per-sample losses.
 
     Raises:
-        RuntimeError: A compiled graph can run backward only once.
+        RuntimeError: A part of the graph can run backward only once.
     """
     try:
         losses.sum().backward(retain_graph=retain_graph)
     except RuntimeError as error:
-        if "donated buffers" not in str(error):
-            raise
-        raise RuntimeError(
-            "parts of the model are compiled for one backward pass only, and this mode takes "
-            "two: use the mode with _bk at its end, which takes one, or set "
-            "torch._functorch.config.donated_buffer = False before the first step"
-        ) from error
+        for said, (cause, remedy) in _ONCE.items():
+            if said in str(error):
+                raise RuntimeError(
+                    f"{cause}, and this mode takes two: use the mode with _bk at its end, which "
+                    f"takes one, or {remedy}"
+                ) from error
+        raise
 
 
 def _states_of_grads(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
