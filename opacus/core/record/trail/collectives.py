@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from opacus.core.record.trail.labels import Labels, Lost, State, compact, expanded, varies
 from opacus.core.record.trail.op import Handler, Op, of_main
 
 _SPLIT = Lost("the ranks hold different samples' rows of a tensor")
+
+
+def of_part(labels: Labels, whole: torch.Size, part: torch.Size) -> State:
+    """The label of a tensor ``whole`` that is split over ranks, of this rank's ``part``."""
+    split = [d for d, (n, own) in enumerate(zip(whole, part, strict=True)) if n != own]
+    if any(varies(labels, d) for d in split):
+        return Lost("the samples' rows are split over ranks")
+    return labels
 
 
 def _same(op: Op, labels: Labels) -> Labels:

@@ -24,16 +24,9 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.shared import Place
-from opacus.core.record.trail.collectives import COLLECTIVES
+from opacus.core.record.trail.collectives import COLLECTIVES, of_part
 from opacus.core.record.trail.computes import COMPUTES, pointwise
-from opacus.core.record.trail.labels import (
-    ConflictError,
-    Labels,
-    Lost,
-    NobodysRowsError,
-    State,
-    varies,
-)
+from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
 from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
@@ -119,13 +112,7 @@ class Trail(TorchDispatchMode):
         # Parameters are nobody's, also those that FSDP puts into memory of its own.
         state = self._memory.state(local) if type(local) is Tensor else None
         if local is not tensor and isinstance(state, Labels):
-            split = [
-                d
-                for d, (n, own) in enumerate(zip(tensor.shape, local.shape, strict=True))
-                if n != own
-            ]
-            if any(varies(state, d) for d in split):
-                return Lost("the samples' rows are split over ranks")
+            return of_part(state, tensor.shape, local.shape)
         return state
 
     def layer(
