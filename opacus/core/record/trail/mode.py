@@ -114,7 +114,7 @@ class Trail(TorchDispatchMode):
         # Parameters are nobody's, also those that FSDP puts into memory of its own.
         state = self._memory.state(local) if type(local) is Tensor else None
         if local is not tensor and isinstance(state, Labels):
-            split = [d for d, (n, own) in enumerate(zip(tensor.shape, local.shape)) if n != own]
+            split = [d for d, size in enumerate(local.shape) if size != tensor.shape[d]]
             if any(varies(state, d) for d in split):
                 return Lost("the samples' rows are split over ranks")
         return state
