@@ -156,18 +156,19 @@ def test_ranks_that_split_layers_draw_the_same_batches() -> None:
     assert first == second and len({len(drawn) for drawn in first}) > 1
 
 
-def sharded_too(rank: int, world: int, use: Use, without: str) -> list[Tensor]:
+def sharded_too(rank: int, world: int, use: Use, without: str, first: int) -> list[Tensor]:
     net = Net(use, without)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(net, mesh["tp"], plan_of(net))
     for part in (*net.children(), net):
         fully_shard(part, mesh=mesh["dp"])
     made = private(net, "ghost_fsdp")
-    own = slice(3 * mesh["dp"].get_local_rank(), 3 * mesh["dp"].get_local_rank() + 3)
+    own = slice(first, B) if mesh["dp"].get_local_rank() else slice(first)
     x, y = batch()
     return sums(made, x[own], y[own])
 
 
-def test_layers_shared_by_all_samples_are_reduced_beside_split_ones() -> None:
-    for got in run_distributed(sharded_too, 4, *EXACT[2]):
+@pytest.mark.parametrize("first", [3, 1, 0])
+def test_layers_shared_by_all_samples_are_reduced_beside_split_ones(first: int) -> None:
+    for got in run_distributed(sharded_too, 4, *EXACT[2], first):
         assert_close(got, wanted(Net(*EXACT[2])))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opacus.core.platform.sharded import is_dtensor
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record, Use, prepared
 from opacus.core.rules.base import unsupported
@@ -56,7 +57,7 @@ def regrouped(
         raise unsupported(spec, activations, outputs, "its samples are not in the first dimension")
     if units.dim is not None:
         return layer, spec, activations, outputs
-    if not rule.norm_is_local:
+    if not rule.norm_is_local and any(is_dtensor(t) for t in (*inputs, *backprops)):
         reason = "its rows are not the samples, which tensor parallelism does not support"
         raise unsupported(spec, activations, outputs, reason)
     use = None

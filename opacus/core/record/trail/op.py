@@ -106,7 +106,7 @@ class EndedError(Exception):
 # The state of all results, or one for each.
 Handler = Callable[[Op], "State | Sequence[State]"]
 # What one tensor's labels become.
-OfOne = Callable[[Op, Labels], "State | Sequence[State]"]
+OfOne = Callable[[Op, Labels], "Labels | Sequence[State]"]
 
 
 def of_main(function: OfOne) -> Handler:
