@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_split, part_of
-from opacus.core.record.shared import Place
 from opacus.core.record.trail.collectives import COLLECTIVES, of_part
 from opacus.core.record.trail.computes import COMPUTES, pointwise
 from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
@@ -39,6 +37,7 @@ from opacus.core.record.trail.op import (
     tensors_in,
 )
 from opacus.core.record.trail.schema import Reads, bound, is_view, is_written, name_of
+from opacus.core.record.trail.shared_tensors import SharedTensors
 from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, in_order, units_of
@@ -52,7 +51,7 @@ _ANSWERS = frozenset(("_local_scalar_dense", "equal", "is_nonzero"))
 UNFOLLOWED = Lost("memory that is read before torch has written to it")
 
 
-class Trail(TorchDispatchMode):
+class Trail(SharedTensors, TorchDispatchMode):
     """Labels of all tensors of one forward pass; active as a context manager.
 
     Args:
@@ -76,10 +75,7 @@ class Trail(TorchDispatchMode):
         self._over = False
         # How often each layer was used on each unit, where its place in the batch said so.
         self._used: dict[str, tuple[LayerSpec, Tensor]] = {}
-        # Layers whose outputs of a shape all samples share, and where the samples of tensors were
-        # that these met: a checkpoint runs them again when the pass is over.
-        self.shared: set[tuple[str, torch.Size]] = set()
-        self._met: dict[tuple[torch.Size, torch.dtype], set[Place | None]] = {}
+        self._start_sharing()
         for tensor in inputs:
             if is_plain(tensor):
                 self._note_input(tensor, dim)
@@ -101,10 +97,6 @@ class Trail(TorchDispatchMode):
             self._memory.put(tensor, Labels(self._in_order(tensor.dim(), own)), DATA)
         else:
             self._memory.put(tensor, None, DATA)
-
-    def _in_order(self, dims: int, dim: int) -> Tensor:
-        ids = torch.arange(self.count, device="cpu")
-        return ids.view([self.count if d == dim else 1 for d in range(dims)])
 
     def state(self, tensor: Tensor) -> State:
         """The label of a tensor; of one that is split over ranks, that of this rank's part."""
@@ -177,70 +169,6 @@ class Trail(TorchDispatchMode):
         if isinstance(state, Labels) and state.ids.shape[-1] != 1:
             state = Lost("units lie along the features of a layer that computes in float8")
         self._memory.put(output, state, DATA)
-
-    # --- tensors that all samples share; see :mod:`opacus.core.record.shared` ---
-
-    def is_shared(self, output: Tensor, batch_dim: int) -> bool:
-        """Whether what a layer gave is nobody's, and has no row for each sample."""
-        if self.state(output) is not None:
-            return False
-        if output.dim() <= batch_dim or output.shape[batch_dim] != self.count:
-            return True
-        own = output.detach()  # positions expanded to the batch have equal rows
-        return not torch.equal(own, own.narrow(batch_dim, 0, 1).expand_as(own))
-
-    def share(self, value: Tensor) -> Tensor:
-        """A row for each sample ``[n, ...]``, all equal, without memory."""
-        rows = value.expand(self.count, *value.shape)
-        self._memory.put(rows, Labels(self._in_order(rows.dim(), 0)), DATA)
-        return rows
-
-    def place_of(self, tensor: Tensor) -> Place | None:
-        """Where the samples of a tensor are; ``None`` for nobody's.
-
-        Raises:
-            ValueError: They are not along one dimension, in order.
-            RuntimeError: The forward pass is over.
-        """
-        key = tensor.shape, tensor.dtype
-        if not self._over:
-            place = self._place_of(tensor)
-            self._met.setdefault(key, set()).add(place)
-            return place
-        # Where the place would say whose gradient is whose, what has this shape is not enough.
-        met = self._met.get(key, set())
-        if not finds_saved_tensors() or len(met) != 1:
-            raise RuntimeError(
-                "what a layer has computed once for all samples is used after the forward pass, "
-                "where whose rows it meets is not known (an activation checkpoint runs such a part "
-                "of the model again, or the loss takes it): leave that part out of checkpoints, or "
-                "freeze the layer (adapters in other layers, such as LoRA, can be trained)"
-            )
-        return next(iter(met))
-
-    def _place_of(self, tensor: Tensor) -> Place | None:
-        state = self.state(tensor)
-        if state is None:
-            return None
-        reason = state.reason if isinstance(state, Lost) else "they are in no order"
-        if isinstance(state, Labels):
-            self.moved |= state.moved
-            varying = [d for d, size in enumerate(state.ids.shape) if size > 1]
-            line = state.ids.reshape(-1)
-            block, rest = divmod(len(line), self.count)
-            wanted = torch.arange(self.count, device=line.device).repeat_interleave(max(1, block))
-            if len(varying) == 1 and not rest and torch.equal(line, wanted):
-                return Place(tensor.dim() - varying[0], block)
-        raise ValueError(
-            f"a layer that runs once for all {self.count} samples meets a tensor "
-            f"{tuple(tensor.shape)} that has not the samples along one dimension ({reason}), so "
-            "their gradients cannot be told apart: freeze the layer (adapters in other layers, "
-            "such as LoRA, can be trained)"
-        )
-
-    def not_simple(self) -> None:
-        """Shared tensors have to be followed each time."""
-        self.moved = True
 
     def _somebodys(self, tensor: Tensor) -> State:
         """Whose a layer's rows are; nobody's, if values have picked none of any unit."""
