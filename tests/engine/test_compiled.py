@@ -164,7 +164,9 @@ def test_models_compiled_as_a_whole(mode: str) -> None:
         assert_close(gradient((compiled, optimizer, loss), inputs, targets), want)
 
 
-@pytest.mark.parametrize(("mode", "part"), [("ghost", "blocks.0"), ("ghost_bk", "head"), ("hooks", "")])
+@pytest.mark.parametrize(
+    ("mode", "part"), [("ghost", "blocks.0"), ("ghost_bk", "head"), ("hooks", "")]
+)
 def test_as_many_tokens_as_samples_in_the_first_step(mode: str, part: str) -> None:
     """Then operations are followed one by one while graphs are made that end at layers."""
     inputs, targets = (t[:6] for t in tokens_and_classes(6))

@@ -251,7 +251,7 @@ def _refuse_leaks(strategy: Ghost, leaked: Sequence[tuple[str, nn.Parameter]]) -
     raise foreign_gradients([name for name, _ in leaked])
 
 
-# What torch says where a graph runs backward only once: the cause, and the remedy beside another mode.
+# What torch says where a graph runs backward only once: the cause, and what else helps.
 _ONCE = {
     "donated buffers": (
         "parts of the model are compiled for one backward pass only",
