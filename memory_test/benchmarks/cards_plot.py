@@ -2,8 +2,8 @@
 
     python memory_test/benchmarks/cards_plot.py
 
-From the newest call of each cell in ``results/*whole_steps.json``: one rank of FSDP2 a card. The
-picture holds a hash of its numbers in its metadata, under ``Source``, which a test compares.
+From the newest call of each cell in ``results/llama3*.json``: one rank of FSDP2 a card. The picture
+holds a hash of its numbers in its metadata, under ``Source``, which a test compares.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,56 @@ CELLS = {
     "8B, LoRA, checkpoints, 4×2048": ("8b", 4, 2048, 16, ""),
 }
 Series = dict[int, tuple[float, float]]  # cards -> tokens a second a card, plain and private
+Key = tuple[str, int, int, int, str]
 
 
 def series() -> dict[str, Series]:
     """The newest pair of steps of each cell, by number of cards."""
+    names = {key: name for name, key in CELLS.items()}
     found: dict[str, Series] = {name: {} for name in CELLS}
-    for path in sorted(RESULTS.glob("llama3_*whole_steps.json")):
-        whole = json.loads(path.read_text())
-        rows = sorted(whole["whole_steps"], key=lambda row: row["call"])
-        for name, (model, batch, seq, lora, more) in CELLS.items():
-            of_calls: dict[int, dict[str, float]] = {}
-            for row in rows:
-                if (row["model"], row["batch"], row["seq"]) != (model, batch, seq):
-                    continue
-                if row.get("lora", 0) != lora or bool(row.get("checkpointing")) != bool(lora):
-                    continue
-                if not row.get("offload"):
-                    of_calls.setdefault(row["call"], {})[row["case"]] = row["ms"]
-            for times in of_calls.values():
-                if {f"nondp{more}", f"{MODE}{more}"} <= set(times):
-                    plain, private = times[f"nondp{more}"], times[f"{MODE}{more}"]
-                    tokens = batch * seq * 1000
-                    found[name][whole["world"]] = (tokens / plain, tokens / private)
+    measured = [json.loads(path.read_text()) for path in RESULTS.glob("llama3*.json")]
+    for file in sorted(measured, key=lambda file: str(file["date"])):
+        for key, plain, private in [*_of_whole_steps(file), *_of_cells(file)]:
+            if key in names:
+                tokens = key[1] * key[2] * 1000
+                found[names[key]][file["world"]] = (tokens / plain, tokens / private)
     return {name: dict(sorted(cards.items())) for name, cards in found.items() if cards}
+
+
+def _of_whole_steps(file: dict[str, Any]) -> Iterator[tuple[Key, float, float]]:
+    """Cells of one script's calls: milliseconds without privacy and with it."""
+    of_calls: dict[tuple[int, Key], dict[str, float]] = {}
+    what = file.get("what", "")
+    rows = [] if "without FSDP2" in what else file.get("whole_steps", [])
+    for row in sorted(rows, key=lambda row: row.get("call", 0)):
+        lora = row.get("lora", 0)
+        if row.get("offload") or bool(row.get("checkpointing")) != bool(lora):
+            continue
+        case, _, more = row["case"].partition("+")
+        more = f"+{more}" if more else ""
+        key = (row["model"], row["batch"], row["seq"], lora, more)
+        of_calls.setdefault((row.get("call", 0), key), {})[case] = row["ms"]
+    for (_, key), times in of_calls.items():
+        if {"nondp", MODE} <= set(times):
+            yield key, times["nondp"], times[MODE]
+
+
+def _of_cells(file: dict[str, Any]) -> Iterator[tuple[Key, float, float]]:
+    """The same of ``steps.py``."""
+    for cell in file.get("cells", []):
+        lora = cell["lora_rank"]
+        if cell["wrapping"] != "blocks" or cell["checkpointing"] != bool(lora) or cell.get("half"):
+            continue
+        model = cell["model"].removeprefix("llama3-")
+        times = {
+            (row["mode"], row.get("compiled", False)): row["ms"]["median"]
+            for row in cell["rows"]
+            if row["status"] == "ok" and not (row["deferred"] or row.get("features"))
+        }
+        for more, plain, compiled in (("", "no_dp", False), ("+c", "no_dp_compiled", True)):
+            if {(plain, False), (MODE, compiled)} <= set(times):
+                key = (model, cell["batch"], cell["tokens"], lora, more)
+                yield key, times[plain, False], times[MODE, compiled]
 
 
 def source() -> str:
