@@ -179,7 +179,8 @@ class Isolation:
             self._warn(_UNSEEN.format("was called with no tensor"))
         if units is None or (units == 0 and self.ranks is None):
             return
-        key = structure(inputs, units, sizes=self.ranks is None, training=module.training)
+        form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
+        key = form, recorder.whose.flags.state(self.model)
         if any(w.key == key and (w.received or self.ranks) for w in self._pending):
             return  # one forward pass of each structure
         if not self._due(key):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
 from opacus.core.record.empty import with_a_row, without_the_row
+from opacus.core.record.flags import Flags
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
 from opacus.core.record.lone import LoneSample, PassUse
@@ -193,5 +194,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.record.flags import Flags
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Hidden
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
@@ -31,6 +32,7 @@ class WhoseRows:
         layers: All layers.
 
     Attributes:
+        flags: Of the model.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -38,6 +40,7 @@ class WhoseRows:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
+        self.flags = Flags()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
@@ -69,7 +72,8 @@ class WhoseRows:
         self._shared = None if recorded else self._shared
         asks = None
         if recorded and batch is not None and batch > 1:
-            asks = self._follower.begin(inputs, batch, dim, lambda: can_follow(model, inputs))
+            given = inputs, self.flags.state(model)
+            asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)

@@ -1,0 +1,129 @@
+"""A flag of a model that is set between steps: rows may move otherwise from then on."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+
+from opacus import IsolationError, PrivacyEngine
+from opacus.core.record.flags import MOST_STATES, Flags
+
+B, T = 4, 5
+LATER = 3  # the step from which on the flag is set
+
+
+class Block(nn.Module):
+    """Reverses the samples for its layers, if asked to; or mixes neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.reverses = self.mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mixes:
+            x = 0.9 * x + 0.1 * x.roll(1, 0)
+        if self.reverses:
+            x = x.flip(0)
+        x = x + torch.tanh(self.up(self.norm(x)))
+        return x.flip(0) if self.reverses else x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.head = nn.Linear(4, 8), Block(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.first(x)).mean(1))
+
+
+def norms(mode: str, flag: str, compiled: bool = False) -> list[Tensor]:
+    """Norms of each step on one batch, with a learning rate of 0; the flag is set on the way."""
+    net = Net()
+    if compiled:
+        net.block.compile(backend="aot_eager")
+    made: Any = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=B),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    module, optimizer, criterion = made[:3]
+    x, y = torch.randn(B, T, 4) * torch.tensor([0.1, 1, 3, 9]).view(B, 1, 1), torch.arange(B) % 3
+    found = []
+    for step in range(LATER + 3):
+        setattr(net.block, flag, step >= LATER)
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+        found.append(module.per_sample_gradient_norms.clone())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_rows_are_followed_anew(mode: str) -> None:
+    first, *others = norms(mode, "reverses")
+    assert len({round(float(n), 3) for n in first}) == B
+    for later in others:
+        torch.testing.assert_close(later, first)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_samples_that_are_mixed_from_then_on_are_refused_at_once(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"block\.norm.*of no single sample"):
+        norms(mode, "mixes")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@torch._functorch.config.patch(donated_buffer=False)
+def test_rows_that_a_compiled_block_moves_from_then_on_are_refused_at_once() -> None:
+    with pytest.raises(IsolationError, match="block"):
+        norms("ghost_bk", "reverses", compiled=True)
+
+
+def test_states_are_numbered() -> None:
+    net, flags = Net(), Flags()
+    assert flags.state(net) == flags.state(net) == 0
+    net.block.mixes = True
+    assert flags.state(net) == 1
+    net.block.mixes = False
+    assert flags.state(net) == 0
+    net.block.eval()
+    assert flags.state(net) == 2
+    net.train()
+    net.block.phase = "warm-up"
+    assert flags.state(net) == 3
+    net.block.phase = "later"
+    assert flags.state(net) == 4
+    net.steps = 7  # a counter is no flag
+    before = flags.state(net)
+    net.steps += 1
+    assert flags.state(net) == before
+
+
+def test_another_model_and_a_copy_begin_anew() -> None:
+    net, flags = Net(), Flags()
+    flags.state(net)
+    assert pickle.loads(pickle.dumps(flags)).state(net) == 0
+    other = Net()
+    other.block.mixes = True
+    assert flags.state(other) == 1
+
+
+def test_states_without_end_are_told_apart_up_to_a_number() -> None:
+    net, flags = Net(), Flags()
+    for number in range(MOST_STATES + 10):
+        net.block.phase = str(number)
+        assert flags.state(net) == min(number, MOST_STATES)
