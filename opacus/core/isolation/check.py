@@ -180,7 +180,7 @@ class Isolation:
         if units is None or (units == 0 and self.ranks is None):
             return
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
-        key = form, recorder.whose.flags.state(self.model)
+        key = form, recorder.whose.flags.state
         if any(w.key == key and (w.received or self.ranks) for w in self._pending):
             return  # one forward pass of each structure
         if not self._due(key):

@@ -21,6 +21,10 @@ class Flags:
     """Numbers the states of a model's flags.
 
     Those are the attributes of its modules that are true, false, ``None`` or text.
+
+    Attributes:
+        state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
+            flags are, where they change alike.
     """
 
     def __init__(self) -> None:
@@ -31,13 +35,10 @@ class Flags:
         self._names: list[str] = []
         self._latest: list[Any] = []
         self._known: dict[Hashable, int] = {}
-        self._state = 0
+        self.state = 0
 
-    def state(self, model: nn.Module) -> int:
-        """The number of the state that the model is in now: 0 for the first one.
-
-        The same on all ranks, whatever the flags are, where they change alike.
-        """
+    def look(self, model: nn.Module) -> None:
+        """A forward pass begins: find out which state the model is in."""
         if model is not self._model:
             self._model, self._size = model, -1
             self._modules = [vars(module) for module in model.modules()]
@@ -51,8 +52,7 @@ class Flags:
             self._latest, key = values, tuple(map(_flag, self._names, values))
             if len(self._known) < MOST_STATES:
                 self._known.setdefault(key, len(self._known))
-            self._state = self._known.get(key, MOST_STATES)
-        return self._state
+            self.state = self._known.get(key, MOST_STATES)
 
     def _find(self) -> None:
         found = [

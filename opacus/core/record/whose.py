@@ -71,8 +71,10 @@ class WhoseRows:
         self._follows, self._hidden, self.asked = False, {}, False
         self._shared = None if recorded else self._shared
         asks = None
+        if recorded:
+            self.flags.look(model)
         if recorded and batch is not None and batch > 1:
-            given = inputs, self.flags.state(model)
+            given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
         if asks is not None:
             self._follows = self.asked = asks
