@@ -61,7 +61,7 @@ def exact(case: Case, owned: list[nn.Module], seed: int = 9, **how: Any) -> int:
 def test_uses_batches_and_copies(owned: list[nn.Module]) -> None:
     case = learnt(owned)
     assert exact(case, owned, rows=2) == ALL  # fewer samples
-    case.double.blocks[1].reused = case.model.blocks[1].reused = True
+    case.double.blocks[1].uses = case.model.blocks[1].uses = 2
     assert exact(case, owned) == ALL and "blocks.1.up.a" not in case.records
     assert exact(case, owned, views=2) > 0
 

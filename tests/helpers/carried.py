@@ -36,12 +36,13 @@ class Block(nn.Module):
     def __init__(self, reused: bool) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), Adapted(8, 6), Adapted(6, 8)
-        self.reused, self.reads = reused, False
+        # Numbers: after a flag is set the next pass is followed, and none is carried.
+        self.uses, self.reads = 1 + reused, 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reads:
             x = x + self.up.b.weight.sum()
-        for _ in range(2 if self.reused else 1):
+        for _ in range(self.uses):
             x = x + self.down(torch.tanh(self.up(self.norm(x))))
         return x
 

@@ -62,7 +62,8 @@ def test_killed_and_resumed(tmp_path: Path, optim: str, caplog: pytest.LogCaptur
         resumed.get_epsilon() == pytest.approx(whole.get_epsilon()) and resumed.get_epsilon() > 2.8
     )
     rates = [
-        [h["learning_rate"] for h in t.state.log_history if "loss" in h] for t in (whole, resumed)
+        [h["learning_rate"] for h in t.state.log_history if "learning_rate" in h]
+        for t in (whole, resumed)
     ]
     assert rates[0] == pytest.approx(rates[1])
     assert "has not been iterated" not in caplog.text  # the private loader is, when resuming too
