@@ -149,6 +149,10 @@ class GradSampleHooks(NamedByUser):
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles
         self.enable_hooks()
+        self._start_watching()
+
+    def _start_watching(self) -> None:
+        """What a subclass adds to the hooks."""
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._guards.check(self.hooks_enabled)

@@ -119,17 +119,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         )
         sum_gradients(m)
 
-    def add_hooks(
-        self,
-        *,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        force_functorch: bool = False,
-    ) -> None:
-        """See :meth:`GradSampleHooks.add_hooks`; also watches what ranks are fed."""
-        super().add_hooks(
-            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch
-        )
+    def _start_watching(self) -> None:
+        """Watches what ranks are fed."""
         layers, replicated = self._recorder.layers, self.data_layout == "replicated"
         self._shares = self._deal(layers) if replicated and self._ranks.count > 1 else None
         self._data_check = DataCheck(replicated, self._ranks)
@@ -153,7 +144,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """See there; where FSDP2 itself reduces the sum, it takes it from the layers' backward."""
-        shared = self.data_layout == "replicated" or tensor_parallel_names(self._module)
+        shared = self.data_layout == "replicated" or self._split
         if shared or not isinstance(strategy, OnePass):
             return None
         return LoneSampleOfParts(
@@ -259,7 +250,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         strategy = super()._make_strategy()
         trained = [p for p in self._module.parameters() if p.requires_grad]
         simple = all(can_reduce(getattr(p, "placements", ())) for p in trained)
-        if simple and isinstance(strategy, TwoPass) and not tensor_parallel_names(self._module):
+        if simple and isinstance(strategy, TwoPass) and not self._split:
             strategy.let_wait(self._make_sink())
         return strategy
 

@@ -66,17 +66,8 @@ class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping)
             split = is_dtensor(parameter) and any(p.is_shard() for p in parameter.placements)
             parameter.merge_flag = split  # type: ignore[attr-defined]
 
-    def add_hooks(
-        self,
-        *,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        force_functorch: bool = False,
-    ) -> None:
-        """See :meth:`GradSampleHooks.add_hooks`; also watches that ranks are fed the same."""
-        super().add_hooks(
-            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch
-        )
+    def _start_watching(self) -> None:
+        """Watches that ranks are fed the same."""
         handle = self._module.register_forward_pre_hook(self._check_data, with_kwargs=True)
         self._recorder.handles.append(handle)
 
