@@ -5,7 +5,9 @@ Two checks, both by means that share nothing with the package:
 * small: a small model of the same class, in fp32 and in the timed type, against float64
   autograd on the whole, unsharded model.
 * full: the very model and batch size that will be timed, against the non-private sharded
-  model, which runs backward for each sample of each rank by itself.
+  model, which runs backward for each sample of each rank by itself. Compiled blocks round in other
+  places than that eager model does: a compiled mode may differ from it by 1.5 times as much as the
+  compiled non-private step does.
 """
 
 from __future__ import annotations
@@ -109,21 +111,38 @@ def _small_check(
     contender = build(recipe, way, runtime)
     norms, sums = observe(contender, ids[contender.data.rank])
     whole = {n: s.full_tensor() if hasattr(s, "full_tensor") else s for n, s in sums.items()}
-    error = _relative(whole, expected.sums, contender, None)
+    error = relative(whole, expected.sums, contender, None)
     return _compare("small", norms, error, expected, recipe.dtype, contender, runtime)
 
 
 def full_check(
-    contender: Contender, ids: Tensor, expected: Expected, dtype: torch.dtype, runtime: Runtime
+    contender: Contender,
+    ids: Tensor,
+    expected: Expected,
+    dtype: torch.dtype,
+    runtime: Runtime,
+    rounding: float = 0.0,
 ) -> Check:
-    """Compare a model that is going to be timed; a collective call."""
+    """Compare a model that is going to be timed; a collective call.
+
+    Args:
+        contender: It.
+        ids: ``[B, T]`` tokens of this rank.
+        expected: What is right.
+        dtype: The timed type.
+        runtime: This process.
+        rounding: Relative difference of non-private gradients of the same kind from what computed
+            ``expected``.
+    """
     norms, sums = observe(contender, ids)
     parts = {name: local(value) for name, value in sums.items()}
     del sums
-    error = _relative(parts, expected.sums, contender, runtime)
+    error = relative(parts, expected.sums, contender, runtime)
     del parts
     contender.park()
-    return _compare("full", norms, error, expected, dtype, contender, runtime)
+    check = _compare("full", norms, error, expected, dtype, contender, runtime)
+    norm, total = check.tolerances
+    return replace(check, tolerances=(norm, max(total, 1.5 * rounding)))
 
 
 def observe(contender: Contender, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -168,7 +187,7 @@ def _compare(
     return Check(what, expected.norms.numel(), clipped, worst[0], worst[1], tolerances)
 
 
-def _relative(
+def relative(
     got: Mapping[str, Tensor],
     want: Mapping[str, Tensor],
     contender: Contender,

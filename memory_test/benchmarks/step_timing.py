@@ -14,8 +14,8 @@ from torch import Tensor
 
 from memory_test.benchmarks.cases import Cell
 from memory_test.benchmarks.contenders import Contender, Recipe, build
-from memory_test.benchmarks.step_check import Check, full_check, small_checks
-from memory_test.benchmarks.step_truth import Expected, full_truth
+from memory_test.benchmarks.step_check import Check, full_check, relative, small_checks
+from memory_test.benchmarks.step_truth import Expected, full_truth, whole_gradient
 from memory_test.benchmarks.ways import GIB, Way
 from memory_test.common.failures import UsageError, is_out_of_memory
 from memory_test.common.launch import Runtime
@@ -97,6 +97,7 @@ def measure_cell(
                 _judge(one, known[one.way])
     rounds = plan.rounds or int(any(way.budget is not None for way in ways))
     bench = _Bench(recipe, cell, replace(plan, rounds=rounds), runtime)
+    bench.compiles = any(way.compiles for way in ways)
     try:
         (bench.in_rounds if rounds else bench.step_by_step)(taken)
     finally:
@@ -110,7 +111,10 @@ class _Bench:
 
     def __init__(self, recipe: Recipe, cell: Cell, plan: Plan, runtime: Runtime) -> None:
         self.recipe, self.cell, self.plan, self.runtime = recipe, cell, plan, runtime
+        self.compiles = False  # whether any way does
         self.expected: Expected | None = None
+        self.whole: dict[str, Tensor] | None = None  # gradient of the eager non-private step
+        self.rounding = 0.0  # relative difference of that of the compiled one
         self.resident_mb: dict[Way, float] = {}  # of contenders that are in memory
         self.peaks_mb: dict[Way, float] = {}  # of non-private steps
 
@@ -159,16 +163,27 @@ class _Bench:
     def _check(self, one: Taken, contender: Contender) -> None:
         if self.plan.checks != "full":
             return
-        bound = self.recipe.max_grad_norm
         ids = self._ids(contender)
         if not one.way.private:
-            if self.expected is None and not one.way.compiles:
-                self.expected = full_truth(contender, ids, bound, self.runtime)
+            self._look_at_baseline(one, contender, ids)
         elif self.expected is not None:
             if any(check.what.startswith("full") for check in one.checks):
                 return  # in an earlier round
             dtype = self.recipe.dtype
-            _judge(one, [full_check(contender, ids, self.expected, dtype, self.runtime)])
+            rounding = self.rounding if one.way.compiles else 0.0
+            found = full_check(contender, ids, self.expected, dtype, self.runtime, rounding)
+            _judge(one, [found])
+
+    def _look_at_baseline(self, one: Taken, contender: Contender, ids: Tensor) -> None:
+        """What is right, and how far compiled non-private gradients are from it."""
+        if self.expected is None and not one.way.compiles:
+            bound = self.recipe.max_grad_norm
+            self.expected = full_truth(contender, ids, bound, self.runtime)
+            self.whole = whole_gradient(contender, ids) if self.compiles else None
+        elif self.whole is not None and one.way.compiles:
+            own, whole = whole_gradient(contender, ids), self.whole
+            self.rounding = relative(own, whole, contender, self.runtime)
+            self.whole = None
 
     def _peak_mb(self, one: Taken) -> float:
         """Of the non-private step that this one's budget is a share of, over all ranks."""

@@ -85,6 +85,16 @@ def full_truth(
     return Expected(norms, {name: value.cpu() for name, value in sums.items()}, max_grad_norm)
 
 
+def whole_gradient(baseline: Contender, ids: Tensor) -> dict[str, Tensor]:
+    """Gradient of a non-private step by name, this rank's part, on the host."""
+    baseline.park()
+    baseline.loss(ids).backward()
+    grads = {n: local(p.grad).float().cpu() for n, p in baseline.parameters.items()
+             if p.grad is not None}  # fmt: skip
+    baseline.park()
+    return grads
+
+
 def _factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     return (max_grad_norm / (norms + EPS)).clamp(max=1.0)
 

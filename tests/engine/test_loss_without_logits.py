@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,8 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core.kernels.loss import head as head_kernels
+from opacus.core.kernels.loss.head import LossOptions
 from opacus.core.record import head_loss
-from opacus.core.rules.head_loss import HeadLossRule
+from opacus.core.rules.head_loss import HeadLossRule, HiddenGradient, as_activations
+from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.planner import Planner
 from opacus.core.sums.rates import Rates
 from opacus.losses import causal_lm_loss
@@ -227,11 +230,14 @@ def test_batches_of_one_sample() -> None:
         assert oracle.relative_error(parameter.grad * B, want[name]) < 1e-10, name
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 13])
-def test_tied_heads_of_any_number_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_any_number_of_tokens(
+    tokens: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More than features, and fewer: neither forms the head's gradients a sample at a time."""
     torch.manual_seed(0)
-    model = Net(tied=True).double()
+    model = Net(tied).double()
     data = torch.randint(V, (B, tokens)), torch.randint(V, (B, tokens))
     data[1][0] = -100
     grads = oracle.per_sample_gradients(model, with_logits, data)
@@ -241,6 +247,29 @@ def test_tied_heads_of_any_number_of_tokens(tokens: int, monkeypatch: pytest.Mon
     want = oracle.clipped_sum(grads, clip)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad * B, want[name], rtol=1e-9, atol=1e-12)
+
+
+def test_tokens_that_cancel() -> None:
+    """Two tokens alike whose losses count with opposite signs: their products cannot be trusted."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 2, 8), torch.randn(20, 8)
+    targets = torch.randint(20, (3, 2))
+    hidden[0, 1], targets[0, 1] = hidden[0, 0], targets[0, 0]
+    grads = torch.tensor([[1.0, -1.0 + 1e-4], [1.0, 1.0], [0.0, 0.0]])
+    _, lse = head_kernels.token_losses(hidden, weight, None, targets, LossOptions())
+    rule = HeadLossRule(LossOptions(), HiddenGradient())
+    spec = LayerSpec("head", nn.Linear, ("weight",), {"weight": tuple(weight.shape)}, {})
+    used = head_kernels.Head(hidden, weight, None, targets, lse)
+    got = rule.norm_sq(spec, as_activations(used), grads)["weight"]
+    wide = weight.double().requires_grad_()
+    logits = hidden.double() @ wide.t()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(3, 2)
+    want = [
+        torch.autograd.grad(one, wide, retain_graph=True)[0].square().sum()
+        for one in (losses * grads.double()).sum(1)
+    ]
+    assert 0 < want[0] < 1e-6 < want[1] and want[2] == 0
+    torch.testing.assert_close(got.double(), torch.stack(want), rtol=1e-3, atol=0)
 
 
 def test_users_with_several_rows() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.platform.attention import AttentionPlans
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
 from opacus.core.record.empty import with_a_row, without_the_row
@@ -87,6 +88,7 @@ class Recorder(Taps):
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
+        self._attention = AttentionPlans()
         self._own_checkpoints = OwnCheckpoints(root.modules())
         self.handles.append(self._own_checkpoints)
         prepare_for_graphs(PLAIN)
@@ -109,6 +111,7 @@ class Recorder(Taps):
         while self.handles:
             self.handles.pop().remove()
         self.passes.forget()
+        self._attention.give_back()
 
     def put_back(self) -> None:
         """The parameters are in their places again, after a forward pass that was interrupted."""
@@ -149,6 +152,8 @@ class Recorder(Taps):
             return None
         passes, inputs, self.ours = self.passes, (args, kwargs), True
         current, recorded = passes.begin(inputs), self.active(module)
+        if torch.cuda.is_initialized() and len(current.generation.calls) == 1:
+            self._attention.choose((*args, *kwargs.values()) if recorded else None)
         if passes.named is not None and recorded:
             self.reached.note(current)
         if current.batch == 0 and recorded:
@@ -194,5 +199,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, AttentionPlans),
 )

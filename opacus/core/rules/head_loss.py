@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, live, sweep
-from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm, wide_dtype
+from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm
+from opacus.core.kernels.norms.reference import wide_dtype as _wide
 from opacus.core.kernels.norms.tied import Heads
+from opacus.core.kernels.norms.trusted import TRUSTED
 from opacus.core.rules.base import LayerRule, Use, scale_rows, unsupported
 from opacus.core.rules.grouping import check_rows_of_units, grouped_tokens
 from opacus.core.rules.spec import LayerSpec
@@ -32,7 +34,7 @@ class HiddenGradient:
         if not self._open or self._of is not None:
             return None
         self._of = grads, grads._version
-        self._value = torch.zeros_like(head.hidden, dtype=wide_dtype(head.hidden))
+        self._value = torch.zeros_like(head.hidden, dtype=_wide(head.hidden))
         return self._value
 
     def take(self, grads: Tensor) -> Tensor | None:
@@ -79,36 +81,52 @@ class HeadLossRule(LayerRule):
         return grads
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        head, norms = _head(activations), {}
-        wanted = Wanted(hidden=self.hidden.room(head, backprops))
-        zeros = backprops.new_zeros(2, len(backprops), dtype=wide_dtype(backprops))
+        head = _head(activations)
+        room = self.hidden.room(head, backprops)
+        (total, size), norms = self._norms(spec, head, backprops, Wanted(hidden=room))
         if "weight" in spec.params:
-            norms["weight"] = wanted.norm_sq = zeros[0]
-        if "bias" in spec.params:
-            norms["bias"] = wanted.norm_sq_bias = zeros[1]
-        sweep(head, backprops, self.loss, wanted)
+            norms["weight"] = self._settled(head, backprops, total, size)
         return norms
 
     def beside_table(
         self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
     ) -> tuple[Heads, dict[str, Tensor]]:
-        head, norms = _head(activations), {}
-        wanted = Wanted(ids=ids)
+        head = _head(activations)
+        looked_up = backprops.new_zeros(*backprops.shape, ids.shape[1], dtype=_wide(backprops))
+        wanted = Wanted(ids=ids, looked_up=looked_up)
+        sums, norms = self._norms(spec, head, backprops, wanted)
+        return Heads(live(head, backprops, self.loss).hidden, looked_up, sums), norms
+
+    def _norms(
+        self, spec: LayerSpec, head: Head, backprops: Tensor, wanted: Wanted
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """``[2, B]``: squared norms of the weight, and of what absolute values each is the sum.
+
+        And those of the bias; what else is wanted is filled in.
+        """
         batch, tokens, d = head.hidden.shape
-        zeros = backprops.new_zeros(2, batch, dtype=wide_dtype(backprops))
-        wanted.looked_up = zeros.new_zeros(batch, tokens, ids.shape[1])
-        if tokens < d:
-            wanted.gram = zeros.new_zeros(batch, tokens, tokens)
-        else:
-            wanted.norm_sq = zeros[0]
+        weight, bias = backprops.new_zeros(2, batch, dtype=_wide(backprops))
         if "bias" in spec.params:
-            norms["bias"] = wanted.norm_sq_bias = zeros[1]
+            wanted.norm_sq_bias = bias
+        if "weight" in spec.params and tokens < d:
+            wanted.gram = weight.new_zeros(batch, tokens, tokens)
+        elif "weight" in spec.params:
+            wanted.norm_sq = weight
         sweep(head, backprops, self.loss, wanted)
-        hidden = live(head, backprops, self.loss).hidden
+        norms = {} if wanted.norm_sq_bias is None else {"bias": bias}
         if wanted.gram is None:
-            return Heads(hidden, wanted.looked_up, torch.stack([zeros[0], zeros[0]])), norms
-        terms = wanted.gram.mul_(wide_bmm(hidden, hidden.transpose(1, 2)))
-        return Heads(hidden, wanted.looked_up, sums_and_sizes(terms)), norms
+            return torch.stack([weight, weight]), norms
+        hidden = live(head, backprops, self.loss).hidden
+        return sums_and_sizes(wanted.gram.mul_(wide_bmm(hidden, hidden.transpose(1, 2)))), norms
+
+    def _settled(self, head: Head, backprops: Tensor, total: Tensor, size: Tensor) -> Tensor:
+        """``[B]``: those of which terms have cancelled are computed without Gram matrices."""
+        rows = (~(total > TRUSTED * size) & (size != 0)).nonzero().squeeze(1)
+        if not len(rows):
+            return total
+        some, mended = _samples(head, rows), total.new_zeros(len(rows))
+        sweep(some, backprops[rows], self.loss, Wanted(norm_sq=mended))
+        return total.index_copy(0, rows, mended)
 
     def norm_cost(self, spec: LayerSpec, activations: Any, backprops: Any) -> float:
         return 2.0 * backprops.numel() * spec.elements  # the logits again, and the sum
@@ -125,7 +143,7 @@ class HeadLossRule(LayerRule):
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         head, wanted, sums = _head(activations), Wanted(), {}
-        wide = wide_dtype(head.hidden)
+        wide = _wide(head.hidden)
         if "weight" in spec.params:
             sums["weight"] = wanted.total = head.hidden.new_zeros(spec.shapes["weight"], dtype=wide)
         if "bias" in spec.params:
@@ -139,13 +157,8 @@ class HeadLossRule(LayerRule):
         return False  # the weight is all rows'
 
     def cut(self, activations: Any, backprops: Any, start: int, stop: int) -> Use:
-        head = _head(activations)
-        some = head._replace(
-            hidden=head.hidden[start:stop],
-            targets=head.targets[start:stop],
-            lse=head.lse[start:stop],
-        )
-        return as_activations(some), backprops[start:stop]
+        own = slice(start, stop)
+        return as_activations(_samples(_head(activations), own)), backprops[own]
 
     def regroup(self, spec: LayerSpec, activations: Any, backprops: Any, units: Units) -> Use:
         head = _head(activations)
@@ -165,6 +178,11 @@ def as_activations(head: Head) -> tuple[Tensor, ...]:
     """A use of a head as a record holds it."""
     hidden, weight, bias, targets, lse = head
     return (hidden, weight, targets, lse) if bias is None else (hidden, weight, targets, lse, bias)
+
+
+def _samples(head: Head, rows: slice | Tensor) -> Head:
+    hidden, targets, lse = head.hidden[rows], head.targets[rows], head.lse[rows]
+    return head._replace(hidden=hidden, targets=targets, lse=lse)
 
 
 def _head(activations: Any) -> Head:

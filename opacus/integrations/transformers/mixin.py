@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -235,10 +236,9 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Loader of logical batches; :meth:`train` makes it private."""
-        import datasets
-
         dataset, collate = self.train_dataset, self.data_collator
-        if isinstance(dataset, datasets.Dataset):
+        tables = sys.modules.get("datasets")  # not needed; one that was made there is loaded
+        if tables is not None and isinstance(dataset, tables.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
