@@ -89,7 +89,7 @@ class Watch:
         elif units:
             front = grad.detach().movedim(dim, 0)
             self.dims[place] = dim
-            self._keep(place, front.reshape(units, -1, *front.shape[1:]))
+            self._keep(place, front.reshape(units, len(front) // units, *front.shape[1:]))
 
     def _keep(self, place: int, grad: Tensor) -> None:
         """Keep the rows ``[units, m, ...]`` of a few units."""
@@ -174,7 +174,7 @@ class WatchedRuns:
         return self.made_up or len(self.watch.chosen)
 
     def unit(self, place: int) -> int:
-        return self.watch.chosen[place] if self.watch.chosen else place
+        return place if self.made_up else self.watch.chosen[place]
 
     def start(self, places: Sequence[int]) -> Start:
         watch = self.watch

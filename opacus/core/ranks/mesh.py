@@ -57,9 +57,14 @@ class ModelRanks:
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
     def gather_text(self, text: str) -> str:
-        """What each rank of the data axes says, joined in rank order."""
-        letters = torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
-        return bytes(self.gather_rows(letters).tolist()).decode()
+        """What every rank of the model says, joined."""
+        letters = list(text.encode())
+        sizes = self.gather_all(torch.tensor([len(letters)], device=self.device)).flatten().tolist()
+        if not any(sizes):
+            return ""
+        padded = torch.tensor(letters + [0] * (max(sizes) - len(letters)), device=self.device)
+        rows = self.gather_all(padded).tolist()
+        return b"".join(bytes(row[:n]) for row, n in zip(rows, sizes, strict=True)).decode()
 
     def add(self, values: Tensor) -> None:
         """Sum over the data axes, in place."""
