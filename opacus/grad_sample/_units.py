@@ -62,7 +62,8 @@ class NamedByUser(OpacusNames):
     def _name_units(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Take the names of units from the model's arguments, if there are any."""
         key, recorder = self.privacy_unit, self._recorder
-        trains = key is not None and recorder.active(self._module)
+        # Where the model is checked on the side, rows are compared.
+        trains = key is not None and recorder.active(self._module) and not recorder.probed
         if key is None or not (trains or gives_units(key, args, kwargs)):
             return args, kwargs  # in evaluation nobody's units matter
         recorder.passes.name_units(None)

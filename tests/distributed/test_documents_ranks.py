@@ -112,3 +112,46 @@ def test_a_rank_without_documents_goes_along(mode: str) -> None:
         assert len(sums) == 4
         for got in sums.values():
             assert_right(got, total)
+
+
+class Mixed(Packed):
+    """Documents that see those before them in a row, or do not."""
+
+    def forward(self, ids: Tensor, position_ids: Any = None, seen: bool = False) -> Tensor:
+        h = self.words(ids).tanh()
+        before = (position_ids == 0).cumsum(1)
+        own = (before[:, :, None] == before[:, None]) | seen
+        return self.head(own.to(h) @ h)
+
+
+# Of each rank: of other lengths, none, or with other numbers of documents.
+ROWS = [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def mixed(rank: int, _: int, mode: str) -> list[str]:
+    """What is said of a model whose documents see each other, with other rows on each rank."""
+    said = []
+    for rows in ((0, 1), (1, 2), (0, None)):
+        for seen in (False, True):
+            progress((rows, seen))
+            model = FSDP2Wrapper(Mixed()) if "fsdp" in mode else DistributedDataParallel(Mixed())
+            made = private(model, mode, 3, criterion=Summed(), privacy_unit="position_ids")
+            own = rows[rank]
+            places = torch.tensor(ROWS[0 if own is None else own])[None][: own is not None]
+            ids = torch.arange(rank, rank + places.shape[1])[None][: len(places)] % 9
+            made[2](made[0](ids, position_ids=places, seen=seen), ids % 5).backward()
+            try:
+                made[1].step()
+                said.append("")
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk", "ghost_bk"])
+def test_documents_that_see_each_other_are_refused_on_all_ranks(mode: str) -> None:
+    both = run_distributed(mixed, 2, mode)
+    for own in both:
+        assert len(own) == 6 and not any(own[::2]), own
+        assert all(text.startswith("IsolationError") for text in own[1::2]), own
+    assert any("see each other" in text for own in both for text in own)

@@ -37,6 +37,11 @@ class NamedUnits:
     names: Tensor
     note: Callable[[], None] | None = None
 
+    @classmethod
+    def numbered(cls, ids: Tensor, count: int) -> NamedUnits:
+        """Units whose names are their numbers."""
+        return cls(ids, count, torch.arange(count, device=ids.device))
+
     def of_layer(
         self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int
     ) -> Units:
