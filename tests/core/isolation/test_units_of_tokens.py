@@ -94,7 +94,7 @@ def batch(documents: Tensor = DOCUMENTS) -> tuple[Tensor, Tensor]:
 )
 def test_what_is_not_a_documents_own_is_refused(use: Any, mode: str) -> None:
     made = private(Net(use), mode, 4, criterion=Loss(), privacy_unit="documents")
-    with pytest.raises(IsolationError, match="is not its own.*see each other"):
+    with pytest.raises(IsolationError, match=r"is not its own.*see each other"):
         step(made, *batch(), documents=DOCUMENTS)
     assert all(p.grad is None or not p.grad.any() for p in made[1].params)
 
