@@ -40,16 +40,16 @@ class DataCheck:
         tapped = recorder.active(module) or recorder.lone_runs
         if tapped and not (recorder.in_backward or recorder.probed):
             passes = recorder.passes
-            named = None if passes.named is None else (passes.named.ids, passes.named.names)
-            self.look(() if passes.latest_batch == 0 else (args, kwargs), named)
+            units = None if passes.named is None else passes.named.ids
+            self.look(() if passes.latest_batch == 0 else (args, kwargs), units)
 
-    def look(self, inputs: Any, named: Any = None) -> None:
+    def look(self, inputs: Any, units: Tensor | None = None) -> None:
         """Compare the inputs of a forward pass; every rank must call this.
 
         Args:
             inputs: What the model is called with.
-            named: The units of their rows, which belong to them where batches are to be equal.
-                Ranks with other rows always have other units.
+            units: Of their rows, where the user names them, as numbers of this batch: equal where
+                batches are to be.
 
         Raises:
             ValueError: They contradict the layout.
@@ -57,7 +57,7 @@ class DataCheck:
         if self.done:
             return
         device = self.ranks.device
-        own = torch.cat([fingerprint(inputs, device), fingerprint(named, device)])
+        own = torch.cat([fingerprint(inputs, device), fingerprint(units, device)])
         every = self.ranks.gather_all(own)
         peers = every.view(self.ranks.count, -1, len(own)).tolist()
         if any(one != group[0] for group in peers for one in group):
