@@ -64,7 +64,7 @@ class TokenRuns(WatchedRuns):
         leaves = self._outputs(args, kwargs)
         tensors, grads = [], []
         for place, cotangent in watch.cotangents.items():
-            own = self._of_tokens(cotangent[row], kept)
+            own = self._of_tokens(cotangent[row], kept, self._pieces[row, kept] == places[0])
             leaf = output_at(leaves, place, cotangent.dim() - 1)
             tensors.append(leaf)
             grads.append(fitted(torch.cat([own] * len(places)).to(leaf.device), leaf))
@@ -79,10 +79,12 @@ class TokenRuns(WatchedRuns):
         pieces = self._pieces[row]
         return row, ((pieces == place) | (pieces < 0)).nonzero().flatten()
 
-    def _of_tokens(self, cotangent: Tensor, kept: Tensor) -> Tensor:
-        """Some tokens of a row's gradient, ``[1, T, ...]`` or ``[T, ...]``."""
+    def _of_tokens(self, cotangent: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+        """Some tokens of a row's gradient ``[1, T, ...]`` or ``[T, ...]``, zero for nobody's."""
         dim = 0 if len(cotangent) == self._pieces.shape[1] else 1
-        return cotangent.index_select(dim, kept.to(cotangent.device))
+        some = cotangent.index_select(dim, kept.to(cotangent.device))
+        shape = [len(own) if d == dim else 1 for d in range(some.dim())]
+        return some * own.to(some).view(shape)
 
     def _alone(self, row: int, kept: Tensor, copies: int) -> Any:
         """The model's arguments of these tokens of a row, several times."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opacus.isolation import IsolationError
+from opacus.isolation import IsolationError, check_isolation
 from tests.helpers.units import D, assert_right, clipped, private, step
 
 R, T = 2, 8
@@ -99,6 +100,15 @@ def test_what_is_not_a_documents_own_is_refused(use: Any, mode: str) -> None:
     assert all(p.grad is None or not p.grad.any() for p in made[1].params)
 
 
+@pytest.mark.parametrize("use", [each_token, summed_up])
+def test_hooks_look_at_documents_too(use: Any) -> None:
+    model, optimizer, _, _ = private(Net(use), "hooks", 4, privacy_unit="documents")
+    ids, targets = batch()
+    Loss()(model(ids, documents=DOCUMENTS), targets).backward()
+    with pytest.raises(IsolationError) if use is summed_up else nullcontext():
+        optimizer.step()
+
+
 def test_as_many_rows_as_tokens_are_told_apart() -> None:
     """Rows and tokens that have changed places look alike by their shapes."""
 
@@ -167,6 +177,19 @@ def test_what_cannot_be_cut_is_said() -> None:
     made = private(Net(added), "ghost_bk", 4, criterion=Loss(), privacy_unit="documents")
     with pytest.warns(UserWarning, match="cannot be told from as many features"):
         step(made, *batch(), documents=DOCUMENTS, mask=torch.ones(R, T, T))
+
+
+def test_check_isolation_compares_rows_whatever_their_names() -> None:
+    model, _, _, _ = private(nn.Linear(D, 5), "hooks", 5, privacy_unit="users")
+    x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+    own = {"x": x, "users": torch.tensor([7, 3, 7, 9, 1])}
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(batch["x"], users=batch["users"]).square().sum()
+
+    check_isolation(model, own, loss)
+    with pytest.raises(IsolationError):
+        check_isolation(model, own, lambda m, b: loss(m, b).square())
 
 
 # --- the criterion ---
