@@ -101,7 +101,7 @@ class NamedByUser(OpacusNames):
             raise RuntimeError(f"{key} was refused on another rank. {said}")
 
     def _of_all_ranks(self, key: str, names: Tensor) -> Tensor:
-        """The units whose rows any rank has, each once.
+        """The units whose rows any rank has.
 
         Args:
             key: The argument that names them.
@@ -113,9 +113,10 @@ class NamedByUser(OpacusNames):
         """
         if not self._ranks_differ:
             return names
-        everyone = ranks_of(self._module).gather_rows(names)
+        ranks = ranks_of(self._module)
+        everyone = ranks.gather_rows(names, all_copies=True)
         units, counts = everyone.unique(return_counts=True)
-        if twice := units[counts > 1].tolist():
+        if twice := units[counts != ranks.copies].tolist():
             raise ValueError(
                 f"{key}: several ranks have rows of the units {twice[:5]}, of which each would "
                 "clip its own part only: let all rows of a unit be on one rank"

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import progress, run_distributed
@@ -165,3 +169,23 @@ def test_a_rank_whose_only_sample_has_no_gradient_goes_along(mode: str, named: b
     want = clipped_sum(Net(flattened), *inputs(), list(torch.arange(3)[:, None]))
     for got in run_distributed(one_without_gradient, 2, mode, named):
         assert_right(got, want)
+
+
+def with_peers(rank: int, _: int) -> str:
+    """What is said where rank 3 alone, of two that hold the same rows, names a user of others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Net(flattened)
+    parallelize_module(net, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(net, mesh=mesh["dp"])
+    model = private(net, "ghost_fsdp", 3, privacy_unit="users")[0]
+    rows = PARTS[rank // 2]
+    users = torch.tensor([7, 9]) if rank == 3 else USERS[rows]
+    progress("a user of others")
+    with pytest.raises(ValueError, match="several ranks") as caught:
+        model(inputs()[0][rows], users=users)
+    return str(caught.value)
+
+
+def test_ranks_with_copies_of_the_rows_refuse_together() -> None:
+    said = run_distributed(with_peers, 4)
+    assert len(set(said)) == 1 and "rows of the units [7]" in said[0]
