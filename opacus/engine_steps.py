@@ -127,8 +127,11 @@ class EngineSteps(EngineCheckpoints):
         if settings.choice is not None:
             model.auto_choice = settings.choice
         if settings.privacy_unit is not None:
-            apart = is_distributed(settings.module) and settings.data_layout != "replicated"
-            model.name_units_by(settings.privacy_unit, apart)
+            several = is_distributed(settings.module)
+            apart = several and settings.data_layout != "replicated"
+            several = several or settings.mode.parallelism == "tp"
+            several = several and dist.is_initialized()
+            model.name_units_by(settings.privacy_unit, ranks=several, ranks_differ=apart)
         return model
 
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:

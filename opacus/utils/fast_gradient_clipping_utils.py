@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opacus.core.record.named import NamedUnits
 from opacus.core.step.arithmetic import ARITHMETIC, combined
 from opacus.core.step.loss_scale import SCALING, calling_scaler
 from opacus.core.step.losses import MEANS, as_reduced, per_sample_losses, rows_of, samples_in
@@ -276,6 +278,9 @@ class DPLossFastGradientClipping:
         named = passes.named
         if named is not None:
             sums = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
+            rows = rows_of(self.criterion, losses, args, kwargs)
+            one = partial(self._one_unit, named.ids.dim())
+            self.module.isolation.look_at_losses(one, args, kwargs, sums, rows, named.ids)
             return DPTensorFastGradientClipping(
                 self.module, self.optimizer, sums, self.loss_reduction
             )
@@ -302,6 +307,13 @@ class DPLossFastGradientClipping:
         if ignored is None or not isinstance(targets, Tensor) or targets.numel() != losses.numel():
             return None
         return targets != ignored
+
+    def _one_unit(self, dims: int, args: Any, kwargs: Any, samples: int) -> Tensor:
+        """``[1]``: the loss of rows, or of tokens in a row, that are one unit's."""
+        losses = self._unreduced(args, kwargs)
+        shape = [1] * (dims - 1) + [losses.numel()]
+        named = NamedUnits.numbered(torch.zeros(shape, dtype=torch.int64, device=losses.device), 1)
+        return named.sums(losses, self._valid(losses, args, kwargs), self._averages())
 
     def _alone(self, args: Any, kwargs: Any, samples: int) -> Tensor:
         losses = self._unreduced(args, kwargs)

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers.distributed import progress, run_distributed
@@ -91,6 +95,8 @@ WRONG = {
     "has to be called with users=": {},
     "got (2,) torch.float32": {"users": torch.tensor([3.0, 4.0])},
     "no input of the model begins with that": {"users": torch.tensor([3, 4, 5], dtype=torch.int32)},
+    "got (2,) torch.complex64": {"users": torch.tensor([3, 4], dtype=torch.complex64)},
+    "got (2,) torch.uint64": {"users": torch.tensor([3, 4], dtype=torch.uint64)},
 }
 
 
@@ -118,3 +124,68 @@ def test_names_that_one_rank_refuses(mode: str) -> None:
         assert there.startswith("RuntimeError: users was refused on another rank. rank 1: ")
         assert wanted in there
     assert_right(got, clipped_sum(Net(flattened), *inputs(), OF_USERS))
+
+
+OTHERS = {"names": [0, 1, 0, 2, 2], "counts": [0, 0, 0, 1, 1]}
+
+
+def replicated(rank: int, _: int, mode: str) -> list[str]:
+    """What is said of equal rows that are other units' on rank 1."""
+    said = []
+    x, y = inputs()
+    for case, others in OTHERS.items():
+        progress(case)
+        model = FSDP2Wrapper(Net(flattened)) if "fsdp" in mode else Net(flattened)
+        layout = {"data_layout": "replicated"} if "fsdp" in mode else {}
+        made = private(model, mode, 3, privacy_unit="users", **layout)
+        with pytest.raises(ValueError, match="different batches") as caught:
+            made[2](made[0](x, users=torch.tensor(others if rank else [0, 0, 1, 2, 2])), y)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk", "ghost_tp"])
+def test_ranks_with_the_same_rows_have_the_same_units(mode: str) -> None:
+    """Else norms of different units would be added up."""
+    first, second = run_distributed(replicated, 2, mode)
+    assert first == second and len(first) == len(OTHERS)
+
+
+def one_without_gradient(rank: int, _: int, mode: str, named: bool) -> list[Tensor]:
+    """The sum where rank 1 has one sample, whose loss counts for nothing."""
+    kw = {"privacy_unit": "users"} if named else {}
+    made = private(FSDP2Wrapper(Net(flattened)), mode, 3, **kw)
+    x, y = (t[PARTS[rank][: 3 - 2 * rank]] for t in inputs())
+    more = {"users": torch.arange(len(x)) + 10 * rank} if named else {}
+    made[2](made[0](x, **more), torch.full_like(y, -100) if rank else y).backward()
+    made[1].step()
+    return whole(made[1].params)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
+def test_a_rank_whose_only_sample_has_no_gradient_goes_along(mode: str, named: bool) -> None:
+    """There is nothing to check on it, and the check runs on all ranks."""
+    want = clipped_sum(Net(flattened), *inputs(), list(torch.arange(3)[:, None]))
+    for got in run_distributed(one_without_gradient, 2, mode, named):
+        assert_right(got, want)
+
+
+def with_peers(rank: int, _: int) -> str:
+    """What is said where rank 3 alone, of two that hold the same rows, names a user of others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Net(flattened)
+    parallelize_module(net, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(net, mesh=mesh["dp"])
+    model = private(net, "ghost_fsdp", 3, privacy_unit="users")[0]
+    rows = PARTS[rank // 2]
+    users = torch.tensor([7, 9]) if rank == 3 else USERS[rows]
+    progress("a user of others")
+    with pytest.raises(ValueError, match="several ranks") as caught:
+        model(inputs()[0][rows], users=users)
+    return str(caught.value)
+
+
+def test_ranks_with_copies_of_the_rows_refuse_together() -> None:
+    said = run_distributed(with_peers, 4)
+    assert len(set(said)) == 1 and "rows of the units [7]" in said[0]

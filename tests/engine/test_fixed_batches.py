@@ -225,6 +225,7 @@ def of_rank(rank: int, world_size: int) -> dict[str, Any]:
         drawn = train(made, 16 // world_size)
         weights = [p.detach().full_tensor() for p in made[1].params]
         found[mode] = weights, drawn, made[1]._counters[0].sampling
+    train(private(FSDP2Wrapper(Net()), mode, 16, data_layout="replicated"), 16)  # named by each
     return found
 
 

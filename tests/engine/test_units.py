@@ -322,6 +322,20 @@ def test_documents_packed_in_rows(mode: str, key: str) -> None:
     assert oracle.relative_error(torch.cat([g.flatten() for g in got]), total) < 1e-4
 
 
+KINDS = [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_names_are_integers_of_any_kind(dtype: torch.dtype) -> None:
+    x, y = inputs()
+    names = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
+    if dtype == torch.int64:
+        names = names + 2**62
+    got = step(private(Net(flattened), "ghost_bk", 2, privacy_unit="users"), x, y, users=names)
+    members = [torch.tensor([0, 2]), torch.tensor([1, 3, 4])]
+    assert_right(got, clipped_sum(Net(flattened), x, y, members))
+
+
 # --- bad input ---
 
 

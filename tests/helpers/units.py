@@ -94,13 +94,20 @@ def step(made: Any, x: Any, y: Tensor, **kw: Any) -> list[Tensor]:
 def clipped_sum(model: nn.Module, x: Tensor, y: Tensor, members: list[Tensor]) -> list[Tensor]:
     """One unit at a time, by plain autograd in float64: its rows, and the sum of their losses."""
     model = copy.deepcopy(model).double()
-    parameters = list(model.parameters())
-    total, norms = [torch.zeros_like(p) for p in parameters], []
-    for rows in members:
-        loss = sum(
+    losses = [
+        sum(
             nn.functional.cross_entropy(model(x[i : i + 1].double()), y[i : i + 1])
             for i in rows.tolist()
         )
+        for rows in members
+    ]
+    return clipped(list(model.parameters()), losses)
+
+
+def clipped(parameters: list[Any], losses: list[Any]) -> list[Tensor]:
+    """The clipped sum of the gradients of units with these losses."""
+    total, norms = [torch.zeros_like(p) for p in parameters], []
+    for loss in losses:
         found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         norms.append(float(torch.stack([g.norm() for g in found]).norm()))
         factor = min(1.0, CLIP / (norms[-1] + oracle.CLIPPING_EPS))

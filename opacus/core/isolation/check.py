@@ -15,6 +15,11 @@ Note [What is run]
     scalar output (the loss of a model that computes it) has one gradient for the batch, which
     is shared out: a mean over samples is fine, a mean over the tokens of the batch is not.
 
+Note [Units of tokens]
+    Where rows hold several units (packed documents), whole rows are run together, as they are in
+    the batch, and alone each of a few units, without the tokens of the row's others; see
+    :mod:`opacus.core.isolation.token_runs`.
+
 Note [What is switched off]
     Dropout does nothing in these runs, so that a row is the same with and without the
     others. A model that draws random numbers in another way is recognised because one row
@@ -45,6 +50,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.losses import Criterion, coupled_loss
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
+from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
@@ -188,7 +194,9 @@ class Isolation:
         self._pending = [w for w in self._pending if w.key != key]
         rows = UnitRows(units, self.batch_first)
         notice = None if self.sees_loss else self._notice_mean
-        self._watch = Watch(inputs, rows, key, self.shared, notice)
+        named = recorder.passes.named
+        tokens = None if named is None or named.ids.dim() == 1 else named.ids
+        self._watch = Watch(inputs, rows, key, self.shared, notice, tokens)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or self._watch is None or self.recorder.probed:
@@ -212,7 +220,13 @@ class Isolation:
     # --- the criterion ---
 
     def look_at_losses(
-        self, criterion: Criterion, args: Any, kwargs: Any, losses: Tensor, rows: int | None
+        self,
+        criterion: Criterion,
+        args: Any,
+        kwargs: Any,
+        losses: Tensor,
+        rows: int | None,
+        ids: Tensor | None = None,
     ) -> None:
         """Compare losses ``[B]`` of our criterion with those of samples alone, if it is due.
 
@@ -222,7 +236,7 @@ class Isolation:
         if not self._pending or self._refusal is not None:
             return
         with torch.no_grad(), self.recorder.paused():
-            found = coupled_loss(criterion, args, kwargs, losses, rows)
+            found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
         if found is not None:
             self._refusal = (
                 f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
@@ -289,15 +303,12 @@ class Isolation:
             found = self._probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(WatchedRuns(self.model, watch), watch.dtypes)
+                found = self._probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
-            self._warn(
-                f"whether a sample's gradient depends on the other samples of its batch cannot be "
-                f"checked for this model: {reason}. See opacus.check_isolation"
-            )
+            self._warn(_INCOMPARABLE.format(reason))
         if found:
             refusal = refusal or _explained(
-                found[0], self.model, len(watch.chosen), bool(watch.scalars)
+                found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None
             )
         if self._any_rank(refusal is not None):
             return refusal or _ELSEWHERE
@@ -307,8 +318,13 @@ class Isolation:
     def _runs(self, watch: Watch) -> WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""
         usable = watch.prepare()
+        reason = why_not(watch) if usable and watch.tokens is not None else ""
+        if reason:
+            usable = False
+            self._warn(_INCOMPARABLE.format(reason))
         if self.ranks is not None:
-            return WatchedRuns(self.model, watch, made_up=0 if usable else 2)
+            made_up = 2 if watch.tokens is None else 1
+            return self._real_runs(watch) if usable else WatchedRuns(self.model, watch, made_up)
         if not usable or not self.model.training:
             return None
         if not watch.divided or not watch.rows.divides(watch.inputs):
@@ -318,7 +334,11 @@ class Isolation:
                 "checked: the model's inputs or outputs have no row for each sample"
             )
             return None
-        return WatchedRuns(self.model, watch)
+        return self._real_runs(watch)
+
+    def _real_runs(self, watch: Watch) -> WatchedRuns:
+        kind = WatchedRuns if watch.tokens is None else TokenRuns
+        return kind(self.model, watch)
 
     def _any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
@@ -341,12 +361,29 @@ _UNSEEN = (
 )
 
 
-def _explained(found: Difference, model: nn.Module, together: int, scalars: bool = False) -> str:
+_INCOMPARABLE = (
+    "whether a sample's gradient depends on the other samples of its batch cannot be checked for "
+    "this model: {}. See opacus.check_isolation"
+)
+
+
+def _explained(
+    found: Difference,
+    model: nn.Module,
+    together: int,
+    scalars: bool = False,
+    tokens: bool = False,
+) -> str:
     """The message of a difference, with its likely causes."""
     end = "Nothing was released."
     if found.unit < 0:
         return f"in a run on {together} samples of the batch: {found.where}. {end}"
     causes = []
+    if tokens:
+        causes.append(
+            "samples of one row that see each other (attention without a mask by document, "
+            "positions counted from the start of the row)"
+        )
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         causes.append("batch statistics (batch normalisation)")
     if scalars:

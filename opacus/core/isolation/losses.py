@@ -23,7 +23,12 @@ _MEAN = 1  # the number of reduction="mean" in torch's own losses
 
 
 def coupled_loss(
-    criterion: Criterion, args: Any, kwargs: Any, losses: Tensor, rows: int | None
+    criterion: Criterion,
+    args: Any,
+    kwargs: Any,
+    losses: Tensor,
+    rows: int | None,
+    ids: Tensor | None = None,
 ) -> str | None:
     """Whether a criterion gives a sample another loss alone than in its batch.
 
@@ -33,13 +38,14 @@ def coupled_loss(
         kwargs: The same.
         losses: ``[B]``, what it returned.
         rows: Rows of its arguments, B or a multiple of it.
+        ids: The sample of each row, or of each token, where the user names them.
 
     Returns:
         What differs, ``None`` if nothing does, or if the criterion takes no single samples, or is
         given a module that FSDP2 gathers, which all ranks would have to run.
     """
     count = len(losses)
-    if count < 2 or not rows or rows % count or type(losses) is not Tensor:
+    if count < 2 or not rows or (ids is None and rows % count) or type(losses) is not Tensor:
         return None
     leaves, tree = tree_flatten((args, kwargs))
     if any(is_fsdp(part) for m in leaves if isinstance(m, nn.Module) for part in m.modules()):
@@ -50,16 +56,25 @@ def coupled_loss(
     if not finite.any():
         return None
     allowed = tolerance * (together.abs() + 0.1 * together[finite].abs().mean())
+    named = None if ids is None else _NamedSamples(leaves, tree, ids.to(losses.device))
     order = [i for i in together.argsort().tolist() if finite[i]]
+    order = order if named is None else [i for i in order if named.is_in_one_piece(i)]
+    if not order:
+        return None
     places = {order[i * (len(order) - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
     found: str | None = None
-    for dims in itertools.islice(itertools.product(*map(_ways(rows), leaves)), MOST_WAYS):
-        samples = _Samples(leaves, tree, dims, rows // count)
+    for samples in _cuts(leaves, tree, rows, count) if named is None else [named]:
         outcome = _compare(criterion, samples, together, allowed, places)
         if outcome == "":
             return None
         found = found or outcome
     return found
+
+
+def _cuts(leaves: list[Any], tree: TreeSpec, rows: int, count: int) -> Iterator[_Samples]:
+    """Ways of cutting arguments with so many rows into samples."""
+    for dims in itertools.islice(itertools.product(*map(_ways(rows), leaves)), MOST_WAYS):
+        yield _Samples(leaves, tree, dims, rows // count)
 
 
 def _ways(rows: int) -> Callable[[Any], list[int | None]]:
@@ -91,12 +106,51 @@ class _Samples:
         return tree_unflatten(own, self.tree)
 
 
+@dataclass(frozen=True)
+class _NamedSamples:
+    """The same where ``ids`` says whose each row ``[R]``, or each token ``[R, T]``, is."""
+
+    leaves: list[Any]
+    tree: TreeSpec
+    ids: Tensor
+
+    def one(self, place: int) -> Any:
+        own = [self._own(x, place) if isinstance(x, Tensor) else x for x in self.leaves]
+        return tree_unflatten(own, self.tree)
+
+    def is_in_one_piece(self, place: int) -> bool:
+        """Whether its tokens follow each other in one row, alone as in the batch."""
+        if self.ids.dim() == 1:
+            return True
+        rows, tokens = (self.ids == place).nonzero(as_tuple=True)
+        return bool((rows == rows[0]).all()) and int(tokens[-1] - tokens[0]) == len(tokens) - 1
+
+    def _own(self, tensor: Tensor, place: int) -> Tensor:
+        """What a tensor has of a sample; all of it, if it has no rows or tokens."""
+        tensor, ids = tensor.detach(), self.ids
+        if ids.dim() == 2 and tensor.dim():
+            shape, without_last = tuple(ids.shape), ids[:, :-1]
+            for own in (ids, without_last.where(without_last == ids[:, 1:], -1)):
+                if tensor.shape[:2] == own.shape:
+                    return tensor.flatten(0, 1)[own.reshape(-1) == place][None]
+                if tensor.dim() == 3 and tensor.shape[::2] == own.shape:  # [R, classes, T]
+                    return tensor.mT.flatten(0, 1)[own.reshape(-1) == place][None].mT
+                if len(tensor) == own.numel() != shape[0]:
+                    return tensor[own.reshape(-1) == place]
+            return tensor
+        return tensor[ids == place] if tensor.shape[:1] == ids.shape else tensor
+
+
 def _rows(tensor: Tensor, dim: int | None, start: int, length: int) -> Tensor:
     return tensor.detach() if dim is None else tensor.detach().narrow(dim, start, length)
 
 
 def _compare(
-    criterion: Criterion, samples: _Samples, together: Tensor, allowed: Tensor, places: set[int]
+    criterion: Criterion,
+    samples: _Samples | _NamedSamples,
+    together: Tensor,
+    allowed: Tensor,
+    places: set[int],
 ) -> str | None:
     """Empty if all losses agree, ``None`` if the criterion cannot be called like this."""
     for place in sorted(places):

@@ -21,6 +21,7 @@ from opacus.core.platform.sharded import compute_device, is_dtensor
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
+from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
@@ -73,6 +74,9 @@ class Runs(Protocol):
 
     def unit(self, place: int) -> int:
         """The number that a unit has in its batch."""
+
+    def named(self, places: Sequence[int]) -> NamedUnits | None:
+        """Whose the tokens are in a run on these units; ``None``: row i is unit i."""
 
 
 class Probe:
@@ -189,6 +193,7 @@ class Probe:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
         with same_buffers(self._model), aside(recorder, sink):
+            recorder.passes.name_units(runs.named(places))
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
             with recorder.backward():

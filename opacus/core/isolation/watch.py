@@ -18,6 +18,7 @@ from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
+from opacus.core.record.named import NamedUnits
 
 # Most units that are run together; no more than two of units with many outputs.
 TOGETHER = 8
@@ -34,6 +35,7 @@ class Watch:
         shared: Whether the gradient of a scalar output is that of a mean, over units.
         notice: A method, told of a loss that is a mean over more than samples; held weakly, as
             the output may outlive the model.
+        tokens: ``[rows, T]``, the unit of each token, -1 for nobody's, where rows have several.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Watch:
         key: Hashable,
         shared: bool,
         notice: Callable[[str], None] | None,
+        tokens: Tensor | None = None,
     ) -> None:
         tensors = tensors_of(inputs)
         small = sum(t.numel() for t in tensors) <= COPIED_ELEMENTS
         self.inputs = _copied(inputs) if small else inputs
         self.rows = rows
+        self.tokens = tokens
         self.key = key
         self.shared = shared
         self.received: set[int] = set()  # places of outputs that got a gradient
@@ -89,7 +93,7 @@ class Watch:
         elif units:
             front = grad.detach().movedim(dim, 0)
             self.dims[place] = dim
-            self._keep(place, front.reshape(units, -1, *front.shape[1:]))
+            self._keep(place, front.reshape(units, len(front) // units, *front.shape[1:]))
 
     def _keep(self, place: int, grad: Tensor) -> None:
         """Keep the rows ``[units, m, ...]`` of a few units."""
@@ -174,7 +178,10 @@ class WatchedRuns:
         return self.made_up or len(self.watch.chosen)
 
     def unit(self, place: int) -> int:
-        return self.watch.chosen[place] if self.watch.chosen else place
+        return place if self.made_up else self.watch.chosen[place]
+
+    def named(self, places: Sequence[int]) -> NamedUnits | None:
+        return None
 
     def start(self, places: Sequence[int]) -> Start:
         watch = self.watch
@@ -183,21 +190,17 @@ class WatchedRuns:
         else:
             rows = [watch.chosen[place] for place in places]
             args, kwargs = self.rows.select(watch.inputs, rows)
-        with ExitStack() as stack:
-            for context in watch.contexts:
-                stack.enter_context(torch.autocast(**context))
-            output = self.model(*args, **kwargs)
-        leaves = leaves_of(output)
+        leaves = self._outputs(args, kwargs)
         if self.made_up:
             used = [leaf for leaf in leaves if _has_graph(leaf)]
             return used, [torch.ones_like(leaf) for leaf in used]
         tensors, grads = [], []
         for place, gradient in watch.scalars.items():
             share = len(places) / self.rows.units if watch.shared else 1.0
-            tensors.append(_output(leaves, place, 0))
+            tensors.append(output_at(leaves, place, 0))
             grads.append((gradient * share).to(tensors[-1]).reshape(tensors[-1].shape))
         for place, cotangent in watch.cotangents.items():
-            leaf = _output(leaves, place, cotangent.dim() - 1)
+            leaf = output_at(leaves, place, cotangent.dim() - 1)
             each = cotangent.shape[1]
             front = leaf.movedim(watch.dims[place], 0)
             if len(front) != len(places) * each:
@@ -206,6 +209,13 @@ class WatchedRuns:
             tensors.append(front)
             grads.append(fitted(own.flatten(0, 1), front))
         return tensors, grads
+
+    def _outputs(self, args: Any, kwargs: Any) -> list[Any]:
+        """What the model gives, in autocast as in the step."""
+        with ExitStack() as stack:
+            for context in self.watch.contexts:
+                stack.enter_context(torch.autocast(**context))
+            return leaves_of(self.model(*args, **kwargs))
 
 
 class LossRuns:
@@ -229,6 +239,9 @@ class LossRuns:
 
     def unit(self, place: int) -> int:
         return place
+
+    def named(self, places: Sequence[int]) -> NamedUnits | None:
+        return None
 
     def start(self, places: Sequence[int]) -> Start:
         batch = self._rows.select(self._batch, places)
@@ -264,7 +277,12 @@ def _choose(norms: list[float], count: int) -> list[int]:
     return ends + random.Random(len(norms)).sample(others, count - len(ends))
 
 
-def _output(leaves: list[Any], place: int, dims: int) -> Tensor:
+def output_at(leaves: list[Any], place: int, dims: int) -> Tensor:
+    """The output in this place, of so many dimensions (0: of any).
+
+    Raises:
+        IncomparableError: There is another one.
+    """
     leaf = leaves[place] if place < len(leaves) else None
     if not isinstance(leaf, Tensor) or not leaf.requires_grad or (dims and leaf.dim() != dims):
         raise IncomparableError("its outputs are others for other numbers of samples")

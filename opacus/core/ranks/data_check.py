@@ -22,7 +22,7 @@ class DataCheck:
     Replicated: looks at every batch, which must be the same on all ranks. Ranks along a
     tensor-parallel axis must have equal batches in any case, each time.
 
-    Costs one all-gather of four numbers; no sample leaves its rank.
+    Costs one all-gather of eight numbers; no sample leaves its rank.
 
     Args:
         replicated: What was declared.
@@ -39,17 +39,25 @@ class DataCheck:
         """The model is about to run; every rank must call this. See :meth:`look`."""
         tapped = recorder.active(module) or recorder.lone_runs
         if tapped and not (recorder.in_backward or recorder.probed):
-            self.look(() if recorder.passes.latest_batch == 0 else (args, kwargs))
+            passes = recorder.passes
+            units = None if passes.named is None else passes.named.ids
+            self.look(() if passes.latest_batch == 0 else (args, kwargs), units)
 
-    def look(self, inputs: Any) -> None:
+    def look(self, inputs: Any, units: Tensor | None = None) -> None:
         """Compare the inputs of a forward pass; every rank must call this.
+
+        Args:
+            inputs: What the model is called with.
+            units: Of their rows, where the user names them, as numbers of this batch: equal where
+                batches are to be.
 
         Raises:
             ValueError: They contradict the layout.
         """
         if self.done:
             return
-        own = fingerprint(inputs, self.ranks.device)
+        device = self.ranks.device
+        own = torch.cat([fingerprint(inputs, device), fingerprint(units, device)])
         every = self.ranks.gather_all(own)
         peers = every.view(self.ranks.count, -1, len(own)).tolist()
         if any(one != group[0] for group in peers for one in group):
@@ -69,8 +77,8 @@ class DataCheck:
             rows = [batch[0] for batch in batches]
             raise ValueError(
                 "data_layout='replicated', but ranks got different batches (with "
-                f"{rows} samples): use data_layout='sharded', or give all ranks the same batches "
-                "in the same order"
+                f"{rows} samples, or other units' rows): use data_layout='sharded', or give all "
+                "ranks the same batches in the same order"
             )
 
     def _check_different(self, batches: list[list[int]]) -> None:
@@ -78,7 +86,7 @@ class DataCheck:
         if len(filled) < 2 or self._differ:
             return  # look again
         self._differ, self.done = True, not self.ranks.tensor
-        if filled[0][3] and all(batch == filled[0] for batch in filled):
+        if filled[0][3] and all(batch[:4] == filled[0][:4] for batch in filled):
             raise ValueError(
                 f"data_layout='sharded', but {len(filled)} ranks got the same batch of "
                 f"{filled[0][0]} samples, each of which would count {len(filled)} times: give the "

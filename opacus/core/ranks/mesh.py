@@ -47,19 +47,26 @@ class ModelRanks:
         """``[n]`` of every rank of the model -> ``[ranks, n]``; of equals, one after another."""
         return _gather(values.unsqueeze(0), (*self.tensor, *self.data))
 
-    def gather_rows(self, values: Tensor) -> Tensor:
-        """``[B_r]`` of each rank of the data axes, of any length, joined in rank order."""
-        size = torch.tensor([len(values)], device=self.device)
-        sizes = self.gather(size).flatten().tolist()
-        padded = values.new_zeros(max(*sizes, 1), device=self.device)
+    def gather_rows(self, values: Tensor, *, all_copies: bool = False) -> Tensor:
+        """``[B_r]`` of each rank, of any length, joined in rank order.
+
+        Args:
+            values: Of this rank.
+            all_copies: Those of all ranks of the model rather than of the data axes alone.
+        """
+        gather = self.gather_all if all_copies else self.gather
+        sizes = gather(torch.tensor([len(values)], device=self.device)).flatten().tolist()
+        if not any(sizes):
+            return values
+        padded = values.new_zeros(max(sizes), device=self.device)
         padded[: len(values)] = values
-        rows = self.gather(padded).to(values.device)
+        rows = gather(padded).to(values.device)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
     def gather_text(self, text: str) -> str:
-        """What each rank of the data axes says, joined in rank order."""
+        """What every rank of the model says, joined."""
         letters = torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
-        return bytes(self.gather_rows(letters).tolist()).decode()
+        return bytes(self.gather_rows(letters, all_copies=True).tolist()).decode()
 
     def add(self, values: Tensor) -> None:
         """Sum over the data axes, in place."""

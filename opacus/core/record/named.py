@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
@@ -15,6 +16,9 @@ from opacus.core.rules.units import Units
 POSITIONS = "position_ids"
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 DOCUMENTS = (POSITIONS, *BOUNDARIES)  # numbered anew in each batch
+# What names are made of: integers that int64 holds.
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+_INTEGERS |= {torch.uint8, torch.uint16, torch.uint32, torch.bool}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +36,11 @@ class NamedUnits:
     count: int
     names: Tensor
     note: Callable[[], None] | None = None
+
+    @classmethod
+    def numbered(cls, ids: Tensor, count: int) -> NamedUnits:
+        """Units whose names are their numbers."""
+        return cls(ids, count, torch.arange(count, device=ids.device))
 
     def of_layer(
         self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int
@@ -117,7 +126,7 @@ def take_units(key: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, T
         batch = dict(args[0])
         args = (batch, *args[1:])
     value = batch.get(key)
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() not in (1, 2):
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.dim() not in (1, 2):
         tensor = isinstance(value, Tensor)
         got = f"{tuple(value.shape)} {value.dtype}" if tensor else repr(value)[:80]
         raise ValueError(
@@ -125,22 +134,64 @@ def take_units(key: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, T
             f"[rows] or [rows, tokens] that says whose each row or token is (-1: nobody's), got "
             f"{got}"
         )
+    names = value.detach().long()
     if key in BOUNDARIES:
-        steps = torch.arange(int(value[-1]), device=value.device)
-        return args, kwargs, torch.bucketize(steps, value[1:].long(), right=True)[None]
+        return args, kwargs, _between(key, names)
     if key == POSITIONS:
-        starts = value == 0
-        starts[..., 0] = True
-        ids = starts.reshape(-1).cumsum(0).sub_(1).view(value.shape)
-        return args, kwargs, ids if ids.dim() == 2 else ids[None]
+        return args, kwargs, _from_starts(key, names)
     if batch is kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != key}
     else:
         del batch[key]
-    return args, kwargs, value
+    return args, kwargs, names
 
 
-def named_units(key: str, value: Tensor, inputs: Any) -> NamedUnits:
+def _between(key: str, boundaries: Tensor) -> Tensor:
+    """``[1, T]``: the document of each token, by where documents start and the last one ends.
+
+    ``[0]`` where there are none, in a batch of no rows.
+
+    Raises:
+        ValueError: They do not start at 0, or go back.
+    """
+    if boundaries.shape == (0,):
+        return boundaries
+    places = boundaries.tolist() if boundaries.dim() == 1 else []
+    if not places or places[0] != 0 or places != sorted(places):
+        raise ValueError(
+            f"{key} has to be [documents + 1], with 0 first, where each document starts and the "
+            f"last one ends, got {boundaries.tolist()}"
+        )
+    steps = torch.arange(places[-1], device=boundaries.device)
+    return torch.bucketize(steps, boundaries[1:], right=True)[None]
+
+
+def _from_starts(key: str, positions: Tensor) -> Tensor:
+    """``[R, T]``: the document of each token, by the tokens' positions in it.
+
+    Raises:
+        ValueError: A row begins within a document, whose beginning would be another unit.
+    """
+    starts = positions == 0
+    if not bool(starts[..., :1].all()):
+        raise ValueError(
+            f"{key} starts a row with another number than 0, but a document starts where it is 0: "
+            "let no document go on in another row, and count its tokens from 0"
+        )
+    ids = starts.reshape(-1).cumsum(0).sub_(1).view(positions.shape)
+    return ids if ids.dim() == 2 else ids[None]
+
+
+def other_inputs(key: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What the model gets besides the argument that names units, or says where they start."""
+    known = [
+        {k: v for k, v in part.items() if k != key} if isinstance(part, Mapping) else part
+        for part in (*args, kwargs)
+    ]
+    return tree_leaves(known)
+
+
+def named_units(key: str, value: Tensor, inputs: list[Any]) -> NamedUnits:
     """Units from the names that the user gave.
 
     Raises:
