@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.checkpoints.noise_state import ENTRY, check_noise, noise_entries, restore_noise
+from opacus.checkpoints.noise_state import (
+    ENTRY,
+    check_noise,
+    noise_entries,
+    restore_noise,
+    say_what_is_not_counted,
+)
 from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers.optimizer import DPOptimizer
@@ -66,10 +72,11 @@ def load_training_state(
     module: Any,
     optimizer: DPOptimizer | None,
     schedulers: Mapping[str, Any],
+    adaptive: bool = False,
     state_dict_kwargs: dict[str, Any] | None = None,
     load_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """See :meth:`opacus.PrivacyEngine.load_checkpoint`."""
+    """See :meth:`opacus.PrivacyEngine.load_checkpoint`; ``adaptive``: training itself moves C."""
     if optimizer is not None and not isinstance(optimizer, DPOptimizer):
         raise ValueError(
             "optimizer must be the one that make_private returned, got "
@@ -93,12 +100,16 @@ def load_training_state(
     if optimizer is not None:
         optimizer.reset_accumulation()  # its samples would count twice in the batch that begins
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
+    else:
+        say_what_is_not_counted(taken, len(accountant))
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
             _warn_of_scheduler(key.removesuffix("_state_dict"), saved=scheduler is None)
         elif scheduler is not None:
             scheduler.load_state_dict(checkpoint[key])
     if optimizer is not None:
+        if adaptive and "max_grad_norm" in checkpoint.get(_MECHANISM, {}):
+            optimizer.max_grad_norm = checkpoint[_MECHANISM]["max_grad_norm"]
         _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
 
@@ -236,17 +247,25 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
-    """The arguments of `make_private` win over the file; a difference is warned of.
+    """The run's own settings win over the file; a difference is warned of.
 
-    The accountant records the noise multiplier of each step, so that epsilon is right anyhow.
+    The accountant records noise multiplier and rate of each step, so that epsilon is right anyhow.
     """
-    for name, value in _privacy_parameters(optimizer).items():
-        if name in saved and name != _PLAN and not _close(saved[name], value):
+    before = _numbers(saved)
+    for name, value in _numbers(_privacy_parameters(optimizer)).items():
+        if name in before and not _close(before[name], value):
             warnings.warn(
-                f"the checkpoint was saved with {name} = {saved[name]}; the run goes on with "
-                f"{value}, which make_private was given",
+                f"the checkpoint was saved with {name} = {before[name]}; the run goes on with "
+                f"{value}, its own setting",
                 stacklevel=4,
             )
+
+
+def _numbers(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the noise of a step and its amplification by sampling depend on, as far as known."""
+    plan = parameters.get(_PLAN) or {}
+    found = {name: plan[name] for name in ("sample_rate", "expected_batch_size") if name in plan}
+    return found | {name: value for name, value in parameters.items() if name != _PLAN}
 
 
 def _close(a: Any, b: Any) -> bool:

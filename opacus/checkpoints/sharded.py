@@ -29,7 +29,7 @@ from opacus.checkpoints.random_state import RandomState, Secret
 from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
 from opacus.core.ranks.parallelism import DataParallel
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
 
 __all__ = ["Checkpointer", "Progress", "latest_checkpoint", "read_extra"]
@@ -332,8 +332,7 @@ class Checkpointer:
         self._engine.accountant.load_state_dict(shared["accountant"])
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(shared["schedulers"][name])
-        if self._engine._criterion_keywords or isinstance(self._optimizer, AdaClipDPOptimizer):
-            # A clipping norm that training itself has moved.
+        if self._engine._moves_clipping_norm(self._optimizer):
             norm = shared["per_layer"] or shared["mechanism"]["max_grad_norm"]
             self._optimizer.max_grad_norm = norm
         _warn_of_changes(self._optimizer, shared["mechanism"])

@@ -136,7 +136,9 @@ class GradSampleHooks(NamedByUser):
         )
         self._strategy = self._make_strategy()
         self._recorder.send_to(self._sink())
-        self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
+        # Before FSDP2's own, which puts whole parameters in the places of shards.
+        first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._recorder.handles.append(first)
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
             self.isolation = self._make_isolation()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
@@ -35,7 +36,7 @@ class Paid(NamedTuple):
         return same and self.noise_multiplier == noise_multiplier
 
 
-def _books(counts: list[Count]) -> list[Any]:
+def _books(counts: Sequence[Count | StepCounter]) -> list[Any]:
     """The history of each accountant, or itself if it keeps none that can be told apart."""
     accountants = [count.accountant for count in counts]
     return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
@@ -51,6 +52,7 @@ class CountedOptimizer(WrappedOptimizer):
 
     def _start_counting(self) -> None:
         self._number = 0  # of the step's noise, where that is correlated
+        self._known_books: list[Any] = []  # those whose steps the noise's numbers are after
         self._counters: list[StepCounter] = []
         self._step_hooks: list[Callable[[Any], None]] = []
 
@@ -110,11 +112,30 @@ class CountedOptimizer(WrappedOptimizer):
         """
         batches = self.accumulated_iterations if batches is None else batches
         found = counts(self._counters, batches) if self._counters else []
+        self._skip_counted_steps(found)
         correlation = self._parallelism.correlation
         if correlation is None:
             return found
         self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
+
+    def _skip_counted_steps(self, counts: list[Count]) -> None:
+        """Draw no noise again of steps that an accountant counts, as one does that was loaded.
+
+        A seeded key is that of the run before, and its numbers come with the engine's checkpoints,
+        not with a state of the accountant alone.
+        """
+        books, known = _books(counts), self._known_books
+        if len(books) == len(known) and all(map(is_, books, known)):
+            return
+        self._known_books = books
+        if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
+            lengths = [len(c.accountant) for c in counts if hasattr(c.accountant, "__len__")]
+            self._parallelism.key.pass_over(max(lengths, default=0))
+
+    def know_books(self) -> None:
+        """The noise's numbers are after the steps that accountants count now."""
+        self._known_books = _books(self._counters)
 
     def pay_early(self, batches: int) -> None:
         """Something of the step's samples is about to be released: the step counts now.

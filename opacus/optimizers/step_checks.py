@@ -48,6 +48,8 @@ class CheckedOptimizer:
     _parallelism: Single
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
+    # What draws them: a resumed run must not draw the same again.
+    sampler: Any = None
     # Of units, where the user names them.
     _unit_names: UnitNames | None = None
     _world_is_known = False
