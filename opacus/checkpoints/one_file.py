@@ -25,6 +25,7 @@ from opacus.checkpoints.noise_state import (
 )
 from opacus.core.platform.sharded import is_fsdp
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.optimizers.joint import forget_state
 from opacus.optimizers.optimizer import DPOptimizer
 
 _PREFIX = "_module."
@@ -91,12 +92,13 @@ def load_training_state(
         book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
         check_noise(optimizer, checkpoint, steps=len(book))
         check_plan(optimizer, checkpoint.get(_MECHANISM, {}))
-    taken = len(accountant)
-    accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
+    # Last: an error before leaves what was spent.
+    taken = len(accountant)
+    accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     if optimizer is not None:
         optimizer.reset_accumulation()  # its samples would count twice in the batch that begins
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
@@ -145,7 +147,8 @@ def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any])
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if is_fsdp(inner):
-        options = dcp.StateDictOptions(full_state_dict=True)
+        strict = kwargs.get("strict", True)
+        options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
         dcp.set_model_state_dict(inner, state, options=options)  # type: ignore[arg-type]
     else:
         inner.load_state_dict(state, **kwargs)
@@ -185,7 +188,14 @@ def _check_optimizer(state: Mapping[str, Any], path: Any, optimizer: DPOptimizer
 
     One of another version of torch may lack options or have more, but not both.
     """
-    for own, saved in zip(optimizer.param_groups, state.get("param_groups", []), strict=False):
+    groups = state.get("param_groups", optimizer.param_groups)
+    sizes, here = ([len(g["params"]) for g in every] for every in (groups, optimizer.param_groups))
+    if sizes != here:
+        raise ValueError(
+            f"{_name(path)} is a checkpoint of another optimizer, with groups of {sizes} "
+            f"parameters (here {here}). Nothing was loaded"
+        )
+    for own, saved in zip(optimizer.param_groups, groups, strict=True):
         ours, theirs = ({*group} - {"params", "initial_lr"} for group in (own, saved))
         if ours - theirs and theirs - ours:
             raise ValueError(
@@ -211,14 +221,29 @@ def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, A
 
     groups = state.get("param_groups", [])
     by_name = any(isinstance(p, str) for group in groups for p in group["params"])
-    if is_fsdp(inner) and not state.get("state"):  # torch loads no empty state (SGD, no momentum)
+    if not state.get("state"):  # torch loads no empty state by name (SGD, no momentum)
+        forget_state(optimizer.original_optimizer)
         for own, saved in zip(optimizer.param_groups, groups, strict=True):
             own.update({name: value for name, value in saved.items() if name != "params"})
     elif by_name or is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
+        state = state if by_name else _by_name(inner, optimizer, state)
         dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
+
+
+def _by_name(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer over whole parameters, whose parameters are numbered."""
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
+    own = dcp.get_optimizer_state_dict(inner, optimizer.original_optimizer)
+    names = [name for group in own["param_groups"] for name in group["params"]]  # type: ignore
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, names, strict=True))
+    groups = [{**g, "params": [name_of[n] for n in g["params"]]} for g in state["param_groups"]]
+    values = {name_of[number]: value for number, value in state["state"].items()}
+    return {"state": values, "param_groups": groups}
 
 
 # --- noise multiplier and clipping norm ---
