@@ -42,6 +42,11 @@ def _books(counts: Sequence[Count | StepCounter]) -> list[Any]:
     return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
 
 
+def _length(count: Count) -> int:
+    """Number of steps that an accountant has recorded, 0 if it does not say."""
+    return len(count.accountant) if hasattr(count.accountant, "__len__") else 0
+
+
 class CountedOptimizer(WrappedOptimizer):
     """Counts each real step once with each accountant, whatever hooks a user attaches."""
 
@@ -125,13 +130,20 @@ class CountedOptimizer(WrappedOptimizer):
         A seeded key is that of the run before, and its numbers come with the engine's checkpoints,
         not with a state of the accountant alone.
         """
+        resumed, self._resumed = self._resumed, False
+        if resumed and counts and not any(map(_length, counts)):
+            logger.warning(
+                "A state was loaded into the optimizer, but the accountant counts no step, so that "
+                "epsilon is of the coming steps alone. Unless those before were on public data, "
+                "load what they have spent, too: engine.accountant.load_state_dict(), or all by "
+                "engine.save_checkpoint() and load_checkpoint()."
+            )
         books, known = _books(counts), self._known_books
         if len(books) == len(known) and all(map(is_, books, known)):
             return
         self._known_books = books
         if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
-            lengths = [len(c.accountant) for c in counts if hasattr(c.accountant, "__len__")]
-            self._parallelism.key.pass_over(max(lengths, default=0))
+            self._parallelism.key.pass_over(max(map(_length, counts), default=0))
 
     def know_books(self) -> None:
         """The noise's numbers are after the steps that accountants count now."""

@@ -28,7 +28,11 @@ class Run:
     """A private run whose noise and batches come from seeds."""
 
     def __init__(
-        self, mode: str = "hooks", make: type[PrivacyEngine] = PrivacyEngine, **more: Any
+        self,
+        mode: str = "hooks",
+        make: type[PrivacyEngine] = PrivacyEngine,
+        momentum: float = 0.0,
+        **more: Any,
     ) -> None:
         torch.manual_seed(0)
         # Of a loss of constant gradients, so that sums do not depend on the parameters.
@@ -37,7 +41,7 @@ class Run:
         self.engine = make(accountant="rdp")
         made: Any = self.engine.make_private(
             module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum),
             criterion=Sums(),
             data_loader=DataLoader(data, batch_size=4, generator=seeded(2)),
             noise_multiplier=0.5,
@@ -119,6 +123,30 @@ def test_nor_does_it_start_the_noise_of_counts_again(
     resumed.engine.accountant.load_state_dict(first.engine.accountant.state_dict())
     resumed.one_batch(), resumed.one_batch()
     assert len({round(noise, 3) for noise in drawn}) == len(drawn) == 4
+
+
+SPENT_NOTHING = "the accountant counts no step"
+
+
+def test_weights_and_optimizer_without_what_they_have_spent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a loop, or Lightning, restores that does not know of the accountant."""
+    first = Run(momentum=0.9)
+    for _ in range(2):
+        first.one_batch()
+    state, spent = first.optimizer.state_dict(), first.engine.accountant.state_dict()
+    for forgets in (False, True):
+        resumed = Run(momentum=0.9)
+        resumed.optimizer.load_state_dict(state)
+        if not forgets:
+            resumed.engine.accountant.load_state_dict(spent)
+        resumed.one_batch(), resumed.one_batch()
+        assert caplog.text.count(SPENT_NOTHING) == forgets
+    fresh = Run(momentum=0.9)
+    fresh.optimizer.load_state_dict(Run(momentum=0.9).optimizer.state_dict())
+    fresh.one_batch()
+    assert caplog.text.count(SPENT_NOTHING) == 1
 
 
 def test_a_file_knows_which_batches_were_drawn(tmp_path: Path) -> None:
