@@ -104,9 +104,11 @@ def load_training_state(
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
     else:
         say_what_is_not_counted(taken, len(accountant))
+    if optimizer is not None and _OPTIMIZER not in checkpoint and len(accountant):
+        _warn_of_part("optimizer", saved=False)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
-            _warn_of_scheduler(key.removesuffix("_state_dict"), saved=scheduler is None)
+            _warn_of_part(key.removesuffix("_state_dict"), saved=scheduler is None)
         elif scheduler is not None:
             scheduler.load_state_dict(checkpoint[key])
     if optimizer is not None:
@@ -116,7 +118,7 @@ def load_training_state(
     return checkpoint
 
 
-def _warn_of_scheduler(name: str, *, saved: bool) -> None:
+def _warn_of_part(name: str, *, saved: bool) -> None:
     what = (
         f"the checkpoint holds a {name}, which load_checkpoint was not given: it is not restored"
         if saved
@@ -316,7 +318,8 @@ def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_wr
         torch.save(checkpoint, path, **kwargs)
         return
     if not one_writer or dist.get_rank() == 0:
-        unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"
+        # No other rank's, which may have the same number on another host.
+        unfinished = f"{os.fspath(path)}.{os.urandom(8).hex()}.tmp"
         try:
             torch.save(checkpoint, unfinished, **kwargs)
             os.replace(unfinished, path)

@@ -145,6 +145,17 @@ def test_another_batch_size_is_said(tmp_path: Path) -> None:
     ]
 
 
+def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
+    """Also where as many steps were counted before, with other noise."""
+    loud = DPArguments(noise_multiplier=3.0, delta=1e-3)
+    trainer_of(tmp_path / "loud", privacy=loud).train()
+    again = trainer_of(tmp_path / "quiet")
+    again.train()
+    before = again.get_epsilon()
+    again.train(resume_from_checkpoint=str(tmp_path / "loud" / "checkpoint-6"))
+    assert again.get_epsilon() == again.privacy_engine.get_epsilon(1e-3) < before
+
+
 def test_the_best_model(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, privacy=DPArguments(**HUGE), eval_strategy="steps", eval_steps=2, max_steps=6,
