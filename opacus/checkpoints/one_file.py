@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opacus.checkpoints.names import inner_of, named_as_here, unwrapped
 from opacus.checkpoints.noise_state import (
     ENTRY,
     check_noise,
@@ -24,11 +25,10 @@ from opacus.checkpoints.noise_state import (
     say_what_is_not_counted,
 )
 from opacus.core.platform.sharded import is_fsdp
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.core.privacy.noise import without_inner_wrappers
 from opacus.optimizers.joint import forget_state
 from opacus.optimizers.optimizer import DPOptimizer
 
-_PREFIX = "_module."
 _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
@@ -53,7 +53,7 @@ def save_training_state(
     taken = own_keys & checkpoint.keys()
     if taken:
         raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")
-    inner = _inner(module)
+    inner = inner_of(module)
     checkpoint[_MODULE] = _model_state(module, inner, state_dict_kwargs or {})
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
@@ -84,7 +84,7 @@ def load_training_state(
             f"{type(optimizer).__name__}: leave it out to load the model alone"
         )
     checkpoint = _read(path, {"map_location": "cpu", **(load_kwargs or {})})
-    inner = _inner(module)
+    inner = inner_of(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
     if optimizer is not None:
         _check_optimizer(checkpoint.get(_OPTIMIZER, {}), path, optimizer)
@@ -92,7 +92,7 @@ def load_training_state(
         book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
         check_noise(optimizer, checkpoint, steps=len(book))
         check_plan(optimizer, checkpoint.get(_MECHANISM, {}))
-    _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
+    _load_model(inner, named_as_here(checkpoint[_MODULE], inner), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
@@ -130,10 +130,6 @@ def _warn_of_part(name: str, *, saved: bool) -> None:
 # --- model ---
 
 
-def _inner(module: Any) -> nn.Module:
-    return module._module if isinstance(module, AbstractGradSampleHooks) else module
-
-
 def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
@@ -151,13 +147,10 @@ def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any])
     if is_fsdp(inner):
         strict = kwargs.get("strict", True)
         options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
+        state = {without_inner_wrappers(name): value for name, value in state.items()}
         dcp.set_model_state_dict(inner, state, options=options)  # type: ignore[arg-type]
     else:
         inner.load_state_dict(state, **kwargs)
-
-
-def _without_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
 
 def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> None:
@@ -168,7 +161,7 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
         raise ValueError(
             f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}"
         )
-    saved = {n: tuple(v.shape) for n, v in _without_prefix(checkpoint[_MODULE]).items()}
+    saved = {n: tuple(v.shape) for n, v in named_as_here(checkpoint[_MODULE], inner).items()}
     own = {n: tuple(v.shape) for n, v in inner.state_dict().items() if isinstance(v, Tensor)}
     shared = saved.keys() & own.keys()
     wrong = [f"{n} {saved[n]} (here {own[n]})" for n in sorted(shared) if saved[n] != own[n]]
@@ -230,7 +223,8 @@ def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, A
     elif by_name or is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
         state = state if by_name else _by_name(inner, optimizer, state)
-        dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
+        model = unwrapped(inner)
+        dcp.set_optimizer_state_dict(model, optimizer.original_optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
 
