@@ -161,8 +161,10 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
         raise ValueError(
             f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}"
         )
-    saved = {n: tuple(v.shape) for n, v in named_as_here(checkpoint[_MODULE], inner).items()}
-    own = {n: tuple(v.shape) for n, v in inner.state_dict().items() if isinstance(v, Tensor)}
+    states = named_as_here(checkpoint[_MODULE], inner), inner.state_dict()
+    saved, own = [
+        {n: tuple(v.shape) for n, v in state.items() if isinstance(v, Tensor)} for state in states
+    ]
     shared = saved.keys() & own.keys()
     wrong = [f"{n} {saved[n]} (here {own[n]})" for n in sorted(shared) if saved[n] != own[n]]
     if strict:

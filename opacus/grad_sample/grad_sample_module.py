@@ -89,7 +89,8 @@ class GradSampleHooks(NamedByUser):
         if hasattr(m, "autograd_grad_sample_hooks"):
             raise ValueError(
                 "Trying to add hooks twice to the same model. Call cleanup() on the earlier "
-                "GradSampleHooks (or to_standard_module() on the wrapper) first"
+                "GradSampleHooks (or to_standard_module() on the wrapper) first; in place of a "
+                "copy of a model with hooks, build another and load its state_dict()"
             )
         self.validate(module=m, strict=strict)
         self._strict = strict
