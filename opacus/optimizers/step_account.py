@@ -42,9 +42,10 @@ def _books(counts: Sequence[Count | StepCounter]) -> list[Any]:
     return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
 
 
-def _length(count: Count) -> int:
-    """Number of steps that an accountant has recorded, 0 if it does not say."""
-    return len(count.accountant) if hasattr(count.accountant, "__len__") else 0
+def _length(counter: StepCounter) -> int:
+    """Number of steps that its accountant has recorded, 0 if it does not say."""
+    accountant = counter.accountant
+    return len(accountant) if hasattr(accountant, "__len__") else 0
 
 
 class CountedOptimizer(WrappedOptimizer):
@@ -117,33 +118,34 @@ class CountedOptimizer(WrappedOptimizer):
         """
         batches = self.accumulated_iterations if batches is None else batches
         found = counts(self._counters, batches) if self._counters else []
-        self._skip_counted_steps(found)
+        self.skip_counted_steps()
         correlation = self._parallelism.correlation
         if correlation is None:
             return found
         self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
 
-    def _skip_counted_steps(self, counts: list[Count]) -> None:
+    def skip_counted_steps(self) -> None:
         """Draw no noise again of steps that an accountant counts, as one does that was loaded.
 
         A seeded key is that of the run before, and its numbers come with the engine's checkpoints,
         not with a state of the accountant alone.
         """
+        books, known = _books(self._counters), self._known_books
         resumed, self._resumed = self._resumed, False
-        if resumed and counts and not any(map(_length, counts)):
+        if not resumed and len(books) == len(known) and all(map(is_, books, known)):
+            return
+        self._known_books = books
+        steps = max(map(_length, self._counters), default=0)
+        if resumed and books and not steps:
             logger.warning(
                 "A state was loaded into the optimizer, but the accountant counts no step, so that "
                 "epsilon is of the coming steps alone. Unless those before were on public data, "
                 "load what they have spent, too: engine.accountant.load_state_dict(), or all by "
                 "engine.save_checkpoint() and load_checkpoint()."
             )
-        books, known = _books(counts), self._known_books
-        if len(books) == len(known) and all(map(is_, books, known)):
-            return
-        self._known_books = books
         if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
-            self._parallelism.key.pass_over(max(map(_length, counts), default=0))
+            self._parallelism.key.pass_over(steps)
 
     def know_books(self) -> None:
         """The noise's numbers are after the steps that accountants count now."""

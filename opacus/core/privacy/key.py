@@ -167,10 +167,12 @@ class RunKey:
             self._next[purpose] = max(number, self._next.get(purpose, 0))
 
     def pass_over(self, steps: int) -> None:
-        """Give out no number that so many steps before may have had.
+        """Give out no number that so many steps before may have had with this key, if seeded.
 
         A step has a count for each of its physical batches, of which there are fewer than 2^20.
         """
+        if not self.seeded:
+            return
         self.at_least({NOISE: steps, COUNT: steps << 20})
 
     def renew(self) -> None:
