@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from opacus.checkpoints.one_file import load_training_state, save_training_state
 from opacus.core.privacy.key import NOISE
 from opacus.core.ranks.parallelism import Single
 from opacus.engine_accounting import EngineAccounting
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 
 
 class EngineCheckpoints(EngineAccounting):
     """Checkpoints of what an engine has made private, and of what it has spent."""
 
+    # Of the criterion of adaptive clipping in ghost modes.
+    _criterion_keywords: ClassVar[frozenset[str]] = frozenset()
     _parallelisms: list[Single]  # of the optimizers that were made private
+
+    def _moves_clipping_norm(self, optimizer: Any) -> bool:
+        """Whether C is a state of training, and no setting."""
+        return bool(self._criterion_keywords) or isinstance(optimizer, AdaClipDPOptimizer)
 
     def _skip_known_steps(self) -> None:
         """Keep optimizers of this engine from drawing the noise of a counted step again."""
@@ -92,6 +98,7 @@ class EngineCheckpoints(EngineAccounting):
             module=module,
             optimizer=optimizer,
             schedulers=_by_key(noise_scheduler, grad_clip_scheduler),
+            adaptive=self._moves_clipping_norm(optimizer),
             state_dict_kwargs=module_load_dict_kwargs,
             load_kwargs=torch_load_kwargs,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,6 @@ class EngineSteps(EngineCheckpoints):
         secure_rng: Their source then.
         dataset: The data set that the accountant counts for.
     """
-
-    _criterion_keywords: ClassVar[frozenset[str]] = frozenset()  # for _prepare_criterion
 
     secure_mode: bool
     secure_rng: torch.Generator | None
@@ -197,7 +195,8 @@ class EngineSteps(EngineCheckpoints):
         sampling = sampling_of(settings, loader)
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
-        draws = loader.batch_sampler.draws if settings.poisson_sampling else None
+        optimizer.sampler = loader.batch_sampler if settings.poisson_sampling else None
+        draws = None if optimizer.sampler is None else optimizer.sampler.draws
         optimizer.follow(draws, model._unit_names)
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY = "noise_generator"
 _CORRELATION = "correlation"
+_PASSES = "passes"  # numbers of the Poisson sampler
 
 
 def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
@@ -35,6 +36,8 @@ def noise_entries(optimizer: DPOptimizer) -> dict[str, Any]:
     state = parallelism.key.state_dict()
     if correlation is not None:
         state[_CORRELATION] = correlation.state_dict()
+    if optimizer.sampler is not None:
+        state[_PASSES] = optimizer.sampler.key.numbers
     return {ENTRY: state}
 
 
@@ -86,18 +89,12 @@ def restore_noise(
         UserWarning: A seed was asked for, and the noise does not come from it any more.
     """
     key, parallelism = optimizer._parallelism.key, optimizer._parallelism
+    optimizer.know_books()
+    _restore_passes(optimizer, _entry(saved).get(_PASSES), steps)
     # An earlier load, or one of the model alone, may have set the accountant back already.
     taken = max(taken, key.step)
     back = taken > steps
-    if back:
-        logger.warning(
-            "%d steps have been taken or loaded before, and the checkpoint counts %d: the others "
-            "are not counted any more. If anything of them was seen, such as an evaluation that "
-            "led back, they cost privacy, too: add both histories with "
-            "opacus.accountants.runs.compose.",
-            taken,
-            steps,
-        )
+    say_what_is_not_counted(taken, steps)
     entry = _entry(saved)
     known = bool(entry) and key.resume(entry)
     if parallelism.correlation is not None and _CORRELATION in entry:
@@ -109,6 +106,38 @@ def restore_noise(
     key.renew()
     if key.asked and parallelism.draws_shared_noise():
         _warn(back)
+
+
+def say_what_is_not_counted(taken: int, steps: int) -> None:
+    """Tell of steps that have been taken and that a checkpoint does not count."""
+    if taken > steps:
+        logger.warning(
+            "%d steps have been taken or loaded before, and the checkpoint counts %d: the others "
+            "are not counted any more. If anything of them was seen, such as an evaluation that "
+            "led back, they cost privacy, too: add both histories with "
+            "opacus.accountants.runs.compose.",
+            taken,
+            steps,
+        )
+
+
+def _restore_passes(optimizer: DPOptimizer, saved: Any, steps: int) -> None:
+    """Let Poisson sampling go on after the passes of the saved run, or with other coins.
+
+    The same batches again would not be the independent ones that the accountant counts.
+    """
+    if optimizer.sampler is None:
+        return
+    key = optimizer.sampler.key
+    if saved is not None:
+        key.at_least(saved)
+    elif steps and key.seeded and optimizer._parallelism.correlation is None:
+        key.renew()
+        warnings.warn(
+            "the checkpoint does not say which batches its run has drawn: the coming ones have a "
+            "new seed from the operating system, also if a seed was set. Epsilon is not affected",
+            stacklevel=4,
+        )
 
 
 def _warn(back: bool) -> None:

@@ -16,12 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.checkpoints.noise_state import ENTRY, check_noise, noise_entries, restore_noise
+from opacus.checkpoints.names import inner_of, named_as_here, unwrapped
+from opacus.checkpoints.noise_state import (
+    ENTRY,
+    check_noise,
+    noise_entries,
+    restore_noise,
+    say_what_is_not_counted,
+)
 from opacus.core.platform.sharded import is_fsdp
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.core.privacy.noise import without_inner_wrappers
+from opacus.optimizers.joint import forget_state
 from opacus.optimizers.optimizer import DPOptimizer
 
-_PREFIX = "_module."
 _MODULE = "module_state_dict"
 _OPTIMIZER = "optimizer_state_dict"
 _ACCOUNTANT = "privacy_accountant_state_dict"
@@ -46,7 +53,7 @@ def save_training_state(
     taken = own_keys & checkpoint.keys()
     if taken:
         raise ValueError(f"checkpoint_dict must not have the keys {sorted(taken)}")
-    inner = _inner(module)
+    inner = inner_of(module)
     checkpoint[_MODULE] = _model_state(module, inner, state_dict_kwargs or {})
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
@@ -66,17 +73,18 @@ def load_training_state(
     module: Any,
     optimizer: DPOptimizer | None,
     schedulers: Mapping[str, Any],
+    adaptive: bool = False,
     state_dict_kwargs: dict[str, Any] | None = None,
     load_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """See :meth:`opacus.PrivacyEngine.load_checkpoint`."""
+    """See :meth:`opacus.PrivacyEngine.load_checkpoint`; ``adaptive``: training itself moves C."""
     if optimizer is not None and not isinstance(optimizer, DPOptimizer):
         raise ValueError(
             "optimizer must be the one that make_private returned, got "
             f"{type(optimizer).__name__}: leave it out to load the model alone"
         )
     checkpoint = _read(path, {"map_location": "cpu", **(load_kwargs or {})})
-    inner = _inner(module)
+    inner = inner_of(module)
     _check(checkpoint, path, inner, strict=(state_dict_kwargs or {}).get("strict", True))
     if optimizer is not None:
         _check_optimizer(checkpoint.get(_OPTIMIZER, {}), path, optimizer)
@@ -84,26 +92,33 @@ def load_training_state(
         book.load_state_dict(checkpoint[_ACCOUNTANT])  # its own checks
         check_noise(optimizer, checkpoint, steps=len(book))
         check_plan(optimizer, checkpoint.get(_MECHANISM, {}))
-    taken = len(accountant)
-    accountant.load_state_dict(checkpoint[_ACCOUNTANT])
-    _load_model(inner, _without_prefix(checkpoint[_MODULE]), state_dict_kwargs or {})
+    _load_model(inner, named_as_here(checkpoint[_MODULE], inner), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
         _load_optimizer(inner, optimizer, state)
+    # Last: an error before leaves what was spent.
+    taken = len(accountant)
+    accountant.load_state_dict(checkpoint[_ACCOUNTANT])
     if optimizer is not None:
         optimizer.reset_accumulation()  # its samples would count twice in the batch that begins
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
+    else:
+        say_what_is_not_counted(taken, len(accountant))
+    if optimizer is not None and _OPTIMIZER not in checkpoint and len(accountant):
+        _warn_of_part("optimizer", saved=False)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
-            _warn_of_scheduler(key.removesuffix("_state_dict"), saved=scheduler is None)
+            _warn_of_part(key.removesuffix("_state_dict"), saved=scheduler is None)
         elif scheduler is not None:
             scheduler.load_state_dict(checkpoint[key])
     if optimizer is not None:
+        if adaptive and "max_grad_norm" in checkpoint.get(_MECHANISM, {}):
+            optimizer.max_grad_norm = checkpoint[_MECHANISM]["max_grad_norm"]
         _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
 
 
-def _warn_of_scheduler(name: str, *, saved: bool) -> None:
+def _warn_of_part(name: str, *, saved: bool) -> None:
     what = (
         f"the checkpoint holds a {name}, which load_checkpoint was not given: it is not restored"
         if saved
@@ -113,10 +128,6 @@ def _warn_of_scheduler(name: str, *, saved: bool) -> None:
 
 
 # --- model ---
-
-
-def _inner(module: Any) -> nn.Module:
-    return module._module if isinstance(module, AbstractGradSampleHooks) else module
 
 
 def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -134,14 +145,12 @@ def _load_model(inner: nn.Module, state: dict[str, Any], kwargs: dict[str, Any])
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if is_fsdp(inner):
-        options = dcp.StateDictOptions(full_state_dict=True)
+        strict = kwargs.get("strict", True)
+        options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
+        state = {without_inner_wrappers(name): value for name, value in state.items()}
         dcp.set_model_state_dict(inner, state, options=options)  # type: ignore[arg-type]
     else:
         inner.load_state_dict(state, **kwargs)
-
-
-def _without_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
 
 def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> None:
@@ -152,8 +161,10 @@ def _check(checkpoint: Any, path: Any, inner: nn.Module, *, strict: bool) -> Non
         raise ValueError(
             f"{_name(path)} is not a checkpoint of a PrivacyEngine: no {sorted(missing)}"
         )
-    saved = {n: tuple(v.shape) for n, v in _without_prefix(checkpoint[_MODULE]).items()}
-    own = {n: tuple(v.shape) for n, v in inner.state_dict().items() if isinstance(v, Tensor)}
+    states = named_as_here(checkpoint[_MODULE], inner), inner.state_dict()
+    saved, own = [
+        {n: tuple(v.shape) for n, v in state.items() if isinstance(v, Tensor)} for state in states
+    ]
     shared = saved.keys() & own.keys()
     wrong = [f"{n} {saved[n]} (here {own[n]})" for n in sorted(shared) if saved[n] != own[n]]
     if strict:
@@ -174,7 +185,14 @@ def _check_optimizer(state: Mapping[str, Any], path: Any, optimizer: DPOptimizer
 
     One of another version of torch may lack options or have more, but not both.
     """
-    for own, saved in zip(optimizer.param_groups, state.get("param_groups", []), strict=False):
+    groups = state.get("param_groups", optimizer.param_groups)
+    sizes, here = ([len(g["params"]) for g in every] for every in (groups, optimizer.param_groups))
+    if sizes != here:
+        raise ValueError(
+            f"{_name(path)} is a checkpoint of another optimizer, with groups of {sizes} "
+            f"parameters (here {here}). Nothing was loaded"
+        )
+    for own, saved in zip(optimizer.param_groups, groups, strict=True):
         ours, theirs = ({*group} - {"params", "initial_lr"} for group in (own, saved))
         if ours - theirs and theirs - ours:
             raise ValueError(
@@ -200,14 +218,30 @@ def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, A
 
     groups = state.get("param_groups", [])
     by_name = any(isinstance(p, str) for group in groups for p in group["params"])
-    if is_fsdp(inner) and not state.get("state"):  # torch loads no empty state (SGD, no momentum)
+    if not state.get("state"):  # torch loads no empty state by name (SGD, no momentum)
+        forget_state(optimizer.original_optimizer)
         for own, saved in zip(optimizer.param_groups, groups, strict=True):
             own.update({name: value for name, value in saved.items() if name != "params"})
     elif by_name or is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(inner, optimizer.original_optimizer, state, options=options)
+        state = state if by_name else _by_name(inner, optimizer, state)
+        model = unwrapped(inner)
+        dcp.set_optimizer_state_dict(model, optimizer.original_optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
+
+
+def _by_name(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer over whole parameters, whose parameters are numbered."""
+    import torch.distributed.checkpoint.state_dict as dcp  # slow to import
+
+    own = dcp.get_optimizer_state_dict(inner, optimizer.original_optimizer)
+    names = [name for group in own["param_groups"] for name in group["params"]]  # type: ignore
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, names, strict=True))
+    groups = [{**g, "params": [name_of[n] for n in g["params"]]} for g in state["param_groups"]]
+    values = {name_of[number]: value for number, value in state["state"].items()}
+    return {"state": values, "param_groups": groups}
 
 
 # --- noise multiplier and clipping norm ---
@@ -236,17 +270,25 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
-    """The arguments of `make_private` win over the file; a difference is warned of.
+    """The run's own settings win over the file; a difference is warned of.
 
-    The accountant records the noise multiplier of each step, so that epsilon is right anyhow.
+    The accountant records noise multiplier and rate of each step, so that epsilon is right anyhow.
     """
-    for name, value in _privacy_parameters(optimizer).items():
-        if name in saved and name != _PLAN and not _close(saved[name], value):
+    before = _numbers(saved)
+    for name, value in _numbers(_privacy_parameters(optimizer)).items():
+        if name in before and not _close(before[name], value):
             warnings.warn(
-                f"the checkpoint was saved with {name} = {saved[name]}; the run goes on with "
-                f"{value}, which make_private was given",
+                f"the checkpoint was saved with {name} = {before[name]}; the run goes on with "
+                f"{value}, its own setting",
                 stacklevel=4,
             )
+
+
+def _numbers(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the noise of a step and its amplification by sampling depend on, as far as known."""
+    plan = parameters.get(_PLAN) or {}
+    found = {name: plan[name] for name in ("sample_rate", "expected_batch_size") if name in plan}
+    return found | {name: value for name, value in parameters.items() if name != _PLAN}
 
 
 def _close(a: Any, b: Any) -> bool:
@@ -272,7 +314,8 @@ def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_wr
         torch.save(checkpoint, path, **kwargs)
         return
     if not one_writer or dist.get_rank() == 0:
-        unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"
+        # No other rank's, which may have the same number on another host.
+        unfinished = f"{os.fspath(path)}.{os.urandom(8).hex()}.tmp"
         try:
             torch.save(checkpoint, unfinished, **kwargs)
             os.replace(unfinished, path)

@@ -15,28 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from opacus.checkpoints import folder as files
 from opacus.checkpoints.folder import Mark, all_or_none, gathered, latest_checkpoint
+from opacus.checkpoints.names import unwrapped
 from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
-from opacus.checkpoints.one_file import _inner, _privacy_parameters, _warn_of_changes, check_plan
+from opacus.checkpoints.one_file import _privacy_parameters, _warn_of_changes, check_plan
 from opacus.checkpoints.positions import LoaderPosition
 from opacus.checkpoints.random_state import RandomState, Secret
 from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
 from opacus.core.ranks.parallelism import DataParallel
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
 
 __all__ = ["Checkpointer", "Progress", "latest_checkpoint", "read_extra"]
 
 _FORMAT = 1
 _SHARED = "run.pt"
-_DDP = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Checkpointer:
         self.keep = keep
         self.step = 0
         self._engine, self._optimizer = engine, optimizer
-        self._module = _unwrapped(module)
+        self._module = unwrapped(module)
         self._index = _index_of(module, optimizer)
         self._schedulers = dict(schedulers or {})
         self._scaler = scaler
@@ -332,8 +329,7 @@ class Checkpointer:
         self._engine.accountant.load_state_dict(shared["accountant"])
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(shared["schedulers"][name])
-        if self._engine._criterion_keywords or isinstance(self._optimizer, AdaClipDPOptimizer):
-            # A clipping norm that training itself has moved.
+        if self._engine._moves_clipping_norm(self._optimizer):
             norm = shared["per_layer"] or shared["mechanism"]["max_grad_norm"]
             self._optimizer.max_grad_norm = norm
         _warn_of_changes(self._optimizer, shared["mechanism"])
@@ -390,12 +386,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{path} has format {manifest.get('format')!r}; this version reads {_FORMAT}"
         )
     return manifest
-
-
-def _unwrapped(module: Any) -> nn.Module:
-    """The model itself, whose names are the same however it is wrapped."""
-    inner = _inner(module)
-    return inner.module if isinstance(inner, _DDP) else inner  # type: ignore[return-value]
 
 
 def _index_of(module: Any, optimizer: DPOptimizer) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from opacus.checkpoints.folder import rank_and_size
+from opacus.optimizers.joint import forget_state
 
 
 def save_tensors(path: Path, module: nn.Module, optimizer: Optimizer) -> None:
@@ -43,7 +44,7 @@ def load_tensors(
         has_optimizer: Whether the checkpoint has its state; else it has none afterwards.
     """
     if not has_optimizer:
-        optimizer.state.clear()
+        forget_state(optimizer)
     tensors = _tensors(module, optimizer, with_optimizer=has_optimizer)
     with _quiet():
         dcp.load(  # type: ignore[attr-defined]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import nn
 
 from opacus.core.platform.sharded import is_dtensor, is_fsdp
+from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.privacy.gradients import ForeignGradients, foreign_gradients
 from opacus.core.record.recorder import Recorder
 from opacus.core.rules.mixing import MixingCheck
@@ -29,6 +33,11 @@ class Guards:
         self._mixing = MixingCheck(module if strict else nn.Identity())
         self._sharding_is_known = self.sharded()
         self._held: frozenset[str] | None = None
+        # Where the parameters are that layers read, and which are there.
+        places = [layer.place(name) for layer in recorder.layers for name in layer.spec.params]
+        self._where = [own for own, _ in places]
+        self._names = [name for _, name in places]
+        self._known = self._parameters()
         self._foreign: ForeignGradients | None = None
         if not sees_loss:
             trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -49,10 +58,20 @@ class Guards:
 
         Raises:
             NotImplementedError: A layer mixes samples now.
-            RuntimeError: In the first one: parameters were replaced by sharded ones.
+            RuntimeError: Parameters were replaced by others, by sharded ones, say.
         """
         if enabled and self._mixing.norms:
             self._mixing.check()
+        self._check_sharding()
+        if not enabled or not self._module.training or torch.compiler.is_compiling():
+            return
+        if not all(map(operator.is_, self._parameters(), self._known)):
+            self._look_at_parameters()
+
+    def _parameters(self) -> list[nn.Parameter | None]:
+        return list(map(dict.get, self._where, self._names))
+
+    def _check_sharding(self) -> None:
         if self._sharding_is_known:
             return
         if self.sharded():
@@ -62,6 +81,35 @@ class Guards:
                 "optimizer from its parameters, then call make_private"
             )
         self._sharding_is_known = True
+
+    def _look_at_parameters(self) -> None:
+        """Refuse parameters that the optimizer does not know.
+
+        Others may be in their places for a while: where the model runs aside, after a forward pass
+        that failed, until it is tidied up after, and under FSDP2, which puts whole ones there.
+        """
+        recorder = self._recorder
+        if recorder.in_backward or not (recorder.enabled and torch.is_grad_enabled()):
+            return
+        if under_functorch():  # which taps refuse
+            return
+        recorder.end_lone()
+        recorder.put_back()
+        owners = [n for layer in recorder.layers for n in layer.owners.values()]
+        others = {
+            owner
+            for owner, new, known in zip(owners, self._parameters(), self._known, strict=True)
+            if new is not None and new is not known and is_dtensor(new) == is_dtensor(known)
+        }
+        names = sorted(others if self._held is None else others & self._held)
+        if names:
+            raise RuntimeError(
+                f"parameters {names[:5]} are not those that make_private was given, and "
+                "the optimizer still holds the old ones: the new ones would never be trained. Load "
+                "states without assign=True, which copies them into the parameters; or, after "
+                "replacing parameters, build the optimizer anew and call make_private again, with "
+                "the model's to_standard_module()"
+            )
 
     def _refuse(self, names: list[str]) -> None:
         """Called when autograd gave gradients to parameters; fine unless one of them is private.

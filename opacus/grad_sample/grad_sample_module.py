@@ -89,7 +89,8 @@ class GradSampleHooks(NamedByUser):
         if hasattr(m, "autograd_grad_sample_hooks"):
             raise ValueError(
                 "Trying to add hooks twice to the same model. Call cleanup() on the earlier "
-                "GradSampleHooks (or to_standard_module() on the wrapper) first"
+                "GradSampleHooks (or to_standard_module() on the wrapper) first; in place of a "
+                "copy of a model with hooks, build another and load its state_dict()"
             )
         self.validate(module=m, strict=strict)
         self._strict = strict
@@ -136,7 +137,9 @@ class GradSampleHooks(NamedByUser):
         )
         self._strategy = self._make_strategy()
         self._recorder.send_to(self._sink())
-        self._recorder.handles.append(self._module.register_forward_pre_hook(self._before_forward))
+        # Before FSDP2's own, which puts whole parameters in the places of shards.
+        first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._recorder.handles.append(first)
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
             self.isolation = self._make_isolation()

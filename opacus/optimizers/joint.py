@@ -150,6 +150,12 @@ class JointOptimizer(Optimizer):
         return f"JointOptimizer({', '.join(map(repr, self.optimizers))})"
 
 
+def forget_state(optimizer: Optimizer) -> None:
+    """Leave an optimizer, or each of several, as it is before its first step."""
+    for own in getattr(optimizer, "optimizers", (optimizer,)):
+        own.state.clear()
+
+
 def joined(optimizer: Any, module: nn.Module) -> Any:
     """A list of optimizers as one; anything else as it is.
 

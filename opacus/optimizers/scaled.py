@@ -46,8 +46,14 @@ class ScaledAdamW(torch.optim.AdamW):
             )
         super().__init__(params, **kwargs)
         self.every, self.offset = every, offset
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A state of AdamW has no scales: it begins with equal ones."""
+        super().__setstate__(state)
         for group in self.param_groups:
-            group.update({"taken": 0, "exponents": [0] * len(group["params"])})
+            group.setdefault("taken", 0)
+            group.setdefault("exponents", [0] * len(group["params"]))
 
     def gradient_scales(self) -> list[float]:
         """Of the parameters that are trained, in the order of the groups."""

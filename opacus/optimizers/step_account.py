@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
@@ -35,10 +36,16 @@ class Paid(NamedTuple):
         return same and self.noise_multiplier == noise_multiplier
 
 
-def _books(counts: list[Count]) -> list[Any]:
+def _books(counts: Sequence[Count | StepCounter]) -> list[Any]:
     """The history of each accountant, or itself if it keeps none that can be told apart."""
     accountants = [count.accountant for count in counts]
     return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
+
+
+def _length(counter: StepCounter) -> int:
+    """Number of steps that its accountant has recorded, 0 if it does not say."""
+    accountant = counter.accountant
+    return len(accountant) if hasattr(accountant, "__len__") else 0
 
 
 class CountedOptimizer(WrappedOptimizer):
@@ -51,6 +58,7 @@ class CountedOptimizer(WrappedOptimizer):
 
     def _start_counting(self) -> None:
         self._number = 0  # of the step's noise, where that is correlated
+        self._known_books: list[Any] = []  # those whose steps the noise's numbers are after
         self._counters: list[StepCounter] = []
         self._step_hooks: list[Callable[[Any], None]] = []
 
@@ -110,11 +118,38 @@ class CountedOptimizer(WrappedOptimizer):
         """
         batches = self.accumulated_iterations if batches is None else batches
         found = counts(self._counters, batches) if self._counters else []
+        self.skip_counted_steps()
         correlation = self._parallelism.correlation
         if correlation is None:
             return found
         self._number = number = self._parallelism.key.step
         return [c._replace(sample_rate=correlation.rate(number, c.sample_rate)) for c in found]
+
+    def skip_counted_steps(self) -> None:
+        """Draw no noise again of steps that an accountant counts, as one does that was loaded.
+
+        A seeded key is that of the run before, and its numbers come with the engine's checkpoints,
+        not with a state of the accountant alone.
+        """
+        books, known = _books(self._counters), self._known_books
+        resumed, self._resumed = self._resumed, False
+        if not resumed and len(books) == len(known) and all(map(is_, books, known)):
+            return
+        self._known_books = books
+        steps = max(map(_length, self._counters), default=0)
+        if resumed and books and not steps:
+            logger.warning(
+                "A state was loaded into the optimizer, but the accountant counts no step, so that "
+                "epsilon is of the coming steps alone. Unless those before were on public data, "
+                "load what they have spent, too: engine.accountant.load_state_dict(), or all by "
+                "engine.save_checkpoint() and load_checkpoint()."
+            )
+        if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
+            self._parallelism.key.pass_over(steps)
+
+    def know_books(self) -> None:
+        """The noise's numbers are after the steps that accountants count now."""
+        self._known_books = _books(self._counters)
 
     def pay_early(self, batches: int) -> None:
         """Something of the step's samples is about to be released: the step counts now.

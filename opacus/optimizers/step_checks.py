@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,8 @@ INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
 # What a rank says whose batch was drawn: the last one of its step, or one that others follow.
 _LAST, _PHYSICAL = "as drawn", "as drawn, with more to follow"
+_STEP = " in step "
+_GO_ON = (_LAST, _PHYSICAL)
 _WAIT = 600.0  # seconds that the others wait for it
 
 
@@ -46,8 +49,11 @@ class CheckedOptimizer:
     """Compares the batches of steps with the accountant's assumptions."""
 
     _parallelism: Single
+    skip_counted_steps: Callable[[], None]
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
+    # What draws them: a resumed run must not draw the same again.
+    sampler: Any = None
     # Of units, where the user names them.
     _unit_names: UnitNames | None = None
     _world_is_known = False
@@ -129,14 +135,22 @@ class CheckedOptimizer:
         if self._meetings is None:
             return
         self._met += 1
-        own = refusal or (_LAST if final else _PHYSICAL)
+        self.skip_counted_steps()
+        own = refusal or f"{_LAST if final else _PHYSICAL}{_STEP}{self._parallelism.key.step}"
         said = self._meetings.meet(str(self._met), own, _WAIT).said
-        others = {rank: text for rank, text in said.items() if text not in (_LAST, _PHYSICAL)}
+        parts = {rank: (text or "").partition(_STEP) for rank, text in said.items()}
+        others = {r: said[r] for r, (drawn, _, _) in parts.items() if drawn not in _GO_ON}
         if others:
             rank, text = next(iter(others.items()))
             raise RuntimeError(
                 f"nothing of this step was released: rank {rank} "
                 + (f"refused its batch: {text}" if text else "did not come to the step")
+            )
+        numbers = {rank: number for rank, (_, _, number) in parts.items()}
+        if len(set(numbers.values())) > 1:
+            raise RuntimeError(
+                "nothing of this step was released: each rank would draw the noise of another step "
+                f"({numbers} by rank). Load the same checkpoint, and the accountant's state, on all"
             )
         if len(set(said.values())) > 1:
             raise RuntimeError(f"nothing of this step was released: {OTHER_NUMBERS}")

@@ -22,6 +22,7 @@ class WrappedOptimizer(Optimizer):
     original_optimizer: Optimizer
     params: list[nn.Parameter]
     _listed: list[nn.Parameter] | None  # while a private step runs
+    _resumed = False  # a state of steps was loaded since the latest step
 
     def _guard_original(self) -> None:
         """Refuse steps that the plain optimizer takes by itself, with gradients without noise.
@@ -75,8 +76,9 @@ class WrappedOptimizer(Optimizer):
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the wrapped optimizer."""
+        """Load the state of the wrapped optimizer; what its steps have spent is not in it."""
         self.original_optimizer.load_state_dict(state_dict)
+        self._resumed = bool(state_dict.get("state"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, so that copies and pickles are: they would draw noise of their own, uncounted.

@@ -194,6 +194,35 @@ def test_a_scheduler_on_one_side_is_said(tmp_path: Path) -> None:
         engine.load_checkpoint(path=path, noise_scheduler=noise, **parts)
 
 
+def test_an_optimizer_without_a_saved_state_is_said(tmp_path: Path) -> None:
+    run = private("hooks", model())
+    steps(run, 1)
+    run[0].save_checkpoint(path=tmp_path / "run.pt", module=run[1])
+    new_seed = pytest.warns(UserWarning, match="no state of this run's noise generator")
+    with new_seed, pytest.warns(UserWarning, match="holds no optimizer, which .* starts anew"):
+        run[0].load_checkpoint(path=tmp_path / "run.pt", module=run[1], optimizer=run[2])
+
+
+class Counted(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    runs = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"runs": self.runs}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.runs = state["runs"]
+
+
+def test_a_state_that_is_no_tensor(tmp_path: Path) -> None:
+    run, again = (private("hooks", nn.Sequential(Counted(6, 3))) for _ in range(2))
+    run[1]._module[0].runs = 7
+    run[0].save_checkpoint(path=tmp_path / "run.pt", module=run[1], optimizer=run[2])
+    again[0].load_checkpoint(path=tmp_path / "run.pt", module=again[1], optimizer=again[2])
+    assert again[1]._module[0].runs == 7
+
+
 def first_noise(rank: int, world_size: int, folder: str, load: str, save: str) -> Tensor:
     """The first noise that a resumed run draws, of all shards together."""
     run = private("ghost_fsdp", FSDP2Wrapper(model()))

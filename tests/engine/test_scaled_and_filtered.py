@@ -92,6 +92,18 @@ def test_scales_stay_for_some_steps_and_go_with_the_state() -> None:
     assert again.gradient_scales() == own.gradient_scales() != [1.0] * 4
 
 
+def test_a_state_of_adamw_begins_with_equal_scales() -> None:
+    plain = partial(torch.optim.AdamW, lr=0.05)
+    other = Run(model(), made_by=plain, correlated_noise=None, noise_multiplier=0.05)
+    state = trained(other).optimizer.state_dict()
+    run = Run(model(), made_by=scaled(), correlated_noise=None, noise_multiplier=0.05)
+    run.optimizer.load_state_dict(state)
+    own: Any = run.optimizer.original_optimizer
+    assert own.gradient_scales() == [1.0] * 4
+    run.train(1)
+    assert own.gradient_scales() != [1.0] * 4
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_one_sample_moves_the_scaled_sum_by_c_at_most(frozen: bool, mode: str) -> None:

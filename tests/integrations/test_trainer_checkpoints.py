@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,36 @@ def test_more_steps_than_the_budget_allows_are_refused(tmp_path: Path) -> None:
     trainer_of(tmp_path).train()
     with pytest.raises(ValueError, match=r"6 steps have been taken in the checkpoint"):
         trainer_of(tmp_path, max_steps=12).train(resume_from_checkpoint=True)
+
+
+def test_another_batch_size_is_said(tmp_path: Path) -> None:
+    """As it is on another number of processes, or with another share of a batch for each."""
+    trainer_of(tmp_path).train()
+    resumed = trainer_of(tmp_path, gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning) as said:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    texts = "\n".join(str(warning.message) for warning in said)
+    for change in (
+        "expected_batch_size = 4.0.* 8.0",
+        "sample_rate = 0.1.* 0.2",
+        "noise_multiplier",
+    ):
+        assert re.search(f"the checkpoint was saved with {change}", texts), texts
+    assert [entry[1:] for entry in resumed.privacy_engine.accountant.history] == [
+        (0.1, 2),
+        (0.2, 4),
+    ]
+
+
+def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
+    """Also where as many steps were counted before, with other noise."""
+    loud = DPArguments(noise_multiplier=3.0, delta=1e-3)
+    trainer_of(tmp_path / "loud", privacy=loud).train()
+    again = trainer_of(tmp_path / "quiet")
+    again.train()
+    before = again.get_epsilon()
+    again.train(resume_from_checkpoint=str(tmp_path / "loud" / "checkpoint-6"))
+    assert again.get_epsilon() == again.privacy_engine.get_epsilon(1e-3) < before
 
 
 def test_the_best_model(tmp_path: Path) -> None:

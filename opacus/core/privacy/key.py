@@ -166,6 +166,15 @@ class RunKey:
         for purpose, number in numbers.items():
             self._next[purpose] = max(number, self._next.get(purpose, 0))
 
+    def pass_over(self, steps: int) -> None:
+        """Give out no number that so many steps before may have had with this key, if seeded.
+
+        A step has a count for each of its physical batches, of which there are fewer than 2^20.
+        """
+        if not self.seeded:
+            return
+        self.at_least({NOISE: steps, COUNT: steps << 20})
+
     def renew(self) -> None:
         """A new key from the operating system; the numbers go on."""
         self.seeded, self._secret, self._key = False, None, None

@@ -125,13 +125,19 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     A name that would stand for two parameters without its wrappers stays as it is.
     """
     full = {id(parameter): name for name, parameter in module.named_parameters()}
-    short = {place: _without_wrappers(name) for place, name in full.items()}
+    short = {place: without_wrappers(name) for place, name in full.items()}
     return short if len(set(short.values())) == len(short) else full
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A parameter's name in the model itself."""
     while name.startswith(_WRAPPERS):
         name = name.split(".", 1)[1]
+    return without_inner_wrappers(name)
+
+
+def without_inner_wrappers(name: str) -> str:
+    """A parameter's name without what is put around parts of a model."""
     for wrapper in _INNER_WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -22,6 +22,7 @@ from opacus.checkpoints.one_file import (
     _optimizer_state,
     _privacy_parameters,
     _to_cpu,
+    _warn_of_changes,
     check_plan,
 )
 from opacus.optimizers import DPOptimizer
@@ -81,6 +82,7 @@ def load_privacy(state: Mapping[str, Any], engine: PrivacyEngine, optimizer: DPO
     engine.accountant.load_state_dict(state["accountant"])
     optimizer.reset_accumulation()
     restore_noise(optimizer, state, steps=len(engine.accountant), taken=taken)
+    _warn_of_changes(optimizer, state["mechanism"])
 
 
 def epsilon_after(

@@ -114,7 +114,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         self.delta = privacy.delta_for(self._size)
         self._check_batch()
         self._sigma = privacy.noise_multiplier
-        self._spent: tuple[int, float] = (0, 0.0)
+        self._spent: tuple[list[Any], float] = ([], 0.0)  # of a history, what it comes to
         if privacy.delta is None:
             logger.warning("delta was not given: a tenth of 1/%d, %.3g", self._size, self.delta)
 
@@ -157,9 +157,9 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
 
     def get_epsilon(self) -> float:
         """Epsilon of all steps so far, at :attr:`delta`."""
-        steps = len(self.privacy_engine.accountant)
-        if steps != self._spent[0]:
-            self._spent = (steps, float(self.privacy_engine.get_epsilon(self.delta)))
+        history = self.privacy_engine.accountant.history
+        if history != self._spent[0]:
+            self._spent = ([*history], float(self.privacy_engine.get_epsilon(self.delta)))
         return self._spent[1]
 
     def guarantee(self) -> Guarantee:
