@@ -313,6 +313,18 @@ def number_of_backward() -> int:
     return -1 if number is None else int(number())
 
 
+def number_of_nodes() -> int:
+    """How many nodes of graphs this thread has made so far, 0 if that is unknown."""
+    number = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return 0 if number is None else int(number())
+
+
+def number_of_graphs() -> int:
+    """How many graphs ``torch.compile`` has made so far, 0 if that is unknown."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
+
+
 def roots_of_backward() -> list[Tensor]:
     """The tensors that the running backward pass started from; empty if unknown.
 

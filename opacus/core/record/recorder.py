@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
 from opacus.core.record.empty import with_a_row, without_the_row
+from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
@@ -161,10 +162,13 @@ class Recorder(Taps):
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
             self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
+        self.whose.course.begin()
         return None
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
+        if output is not None:
+            self.whose.ran()
         ended, self.ours = self.passes.end(), self.in_backward
         if ended is not None and self.whose.moved_hidden:
             self.reached.note(ended)
@@ -194,5 +198,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, Course),
 )

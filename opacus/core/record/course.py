@@ -1,0 +1,58 @@
+"""Which course a forward pass took, as far as that can be seen without looking at what it does.
+
+Rows may begin to move for reasons that no setting of a model shows: a global variable, a hook, a
+method that was replaced, a counter. Autograd mostly makes another number of nodes then, or
+``torch.compile`` another graph, and both are counted anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from opacus.core.platform.torch_internals import number_of_graphs, number_of_nodes
+
+# Courses of one structure of inputs that are told apart; if there are more, it depends on sizes
+# or data, and says nothing.
+MOST_COURSES = 8
+# Structures that are told apart.
+MOST_STRUCTURES = 4096
+
+
+class Course:
+    """Notices forward passes that take another course than those before.
+
+    Attributes:
+        new: Whether the latest one did, on inputs whose structure was known, unfollowed.
+    """
+
+    def __init__(self) -> None:
+        self.new = False
+        self._known: dict[Hashable, set[int]] = {}
+        self._key: Hashable = None
+        self._nodes = self._graphs = 0
+
+    def expect(self, key: Hashable) -> None:
+        """A forward pass will run, on inputs of this structure; ``None`` if it does not count."""
+        self.new, self._key = False, key
+
+    def begin(self) -> None:
+        """Now it does."""
+        self._nodes, self._graphs = number_of_nodes(), number_of_graphs()
+
+    def end(self, *, followed: bool) -> None:
+        """It has come through; ``followed``: whose rows layers had in it was looked at."""
+        key, self._key = self._key, None
+        if key is None:
+            return
+        made, known = number_of_nodes() - self._nodes, self._known.get(key)
+        if known is None:
+            if len(self._known) < MOST_STRUCTURES:
+                self._known[key] = {made}
+        elif len(known) <= MOST_COURSES:
+            other = made not in known or number_of_graphs() > self._graphs
+            self.new = other and not followed
+            known.add(made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Course())
