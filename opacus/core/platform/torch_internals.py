@@ -222,6 +222,7 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
     skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
     if skip is not None:
         skip(outside_graphs(prepare_for_graphs).__code__)  # the one of all that are outside
+        skip(number_of_graphs.__code__)
     for kind in plain if skip is not None else ():
         for method in vars(kind).values():
             function = getattr(method, "__func__", method)
@@ -313,10 +314,8 @@ def number_of_backward() -> int:
     return -1 if number is None else int(number())
 
 
-def number_of_nodes() -> int:
-    """How many nodes of graphs this thread has made so far, 0 if that is unknown."""
-    number = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return 0 if number is None else int(number())
+# How many nodes of graphs this thread has made so far; always 0 if that is unknown.
+number_of_nodes: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", int)
 
 
 def number_of_graphs() -> int:

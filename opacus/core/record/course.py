@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
+
 from opacus.core.platform.torch_internals import number_of_graphs, number_of_nodes
 
 # Courses of one structure of inputs that are told apart; if there are more, it depends on sizes
@@ -38,13 +40,22 @@ class Course:
 
     def begin(self) -> None:
         """Now it does."""
+        if torch.compiler.is_compiling():
+            self._key = None
+            return
         self._nodes, self._graphs = number_of_nodes(), number_of_graphs()
 
-    def end(self, *, followed: bool) -> None:
-        """It has come through; ``followed``: whose rows layers had in it was looked at."""
-        key, self._key = self._key, None
-        if key is None:
+    def end(self, manner: Hashable = None, *, followed: bool) -> None:
+        """It has come through.
+
+        Args:
+            manner: In another one layers make other nodes for the same.
+            followed: Whether whose rows layers had in it was looked at.
+        """
+        structure, self._key = self._key, None
+        if structure is None or torch.compiler.is_compiling():
             return
+        key = structure, manner
         made, known = number_of_nodes() - self._nodes, self._known.get(key)
         if known is None:
             if len(self._known) < MOST_STRUCTURES:

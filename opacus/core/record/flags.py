@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -61,10 +62,9 @@ class Flags:
             self._model, self._size = model, -1
         values = None
         if sum(map(len, self._holders)) == self._size:
-            try:  # asked in every step: settings are the same objects as long as nobody sets them
+            # Asked in every step: settings are the same objects as long as nobody sets them.
+            with suppress(KeyError, IndexError):
                 values = list(map(operator.getitem, self._where, self._names))
-            except (KeyError, IndexError):
-                pass
         if values is None:
             self._find(model)
         elif not all(map(operator.is_, values, self._latest)):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
-from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.course import Course
+from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.flags import Flags
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
@@ -168,7 +168,7 @@ class Recorder(Taps):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
         if output is not None:
-            self.whose.ran()
+            self.whose.ran(None if self.carried is None else self.carried.manner)
         ended, self.ours = self.passes.end(), self.in_backward
         if ended is not None and self.whose.moved_hidden:
             self.reached.note(ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,9 +92,9 @@ class WhoseRows:
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
-    def ran(self) -> None:
-        """It has come through."""
-        self.course.end(followed=self._follower.trail is not None)
+    def ran(self, manner: Hashable) -> None:
+        """It has come through; see :meth:`Course.end`."""
+        self.course.end(manner, followed=self._follower.trail is not None)
         if self.course.new:
             self._follower.follow_next()
 
