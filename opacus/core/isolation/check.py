@@ -49,7 +49,7 @@ from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
-from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.platform.torch_internals import outside_graphs, under_functorch
 from opacus.core.platform.trees import tensors_of
 from opacus.core.ranks.meeting import Meetings, ranks_with
 from opacus.core.ranks.mesh import ModelRanks
@@ -75,6 +75,7 @@ class Schedule:
     interval: int = 1000
     steps: int = 0
     checks: int = 0
+    free: int = 0  # of these, checks whose time does not count
     latest: int = 0  # the step of the latest check
     known: set[Hashable] = field(default_factory=set)
 
@@ -87,7 +88,7 @@ class Schedule:
 
     def new(self, key: Hashable) -> bool:
         """Whether the structure is new, and checks have not taken too much time so far."""
-        return key not in self.known and self.checks < 16 + self.steps // 500
+        return key not in self.known and self.checks - self.free < 16 + self.steps // 500
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -170,6 +171,7 @@ class Isolation:
 
     # --- in the forward pass ---
 
+    @outside_graphs
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or under_functorch():
             return
@@ -198,6 +200,7 @@ class Isolation:
         notice = None if self.sees_loss else self._notice_mean
         return Watch(inputs, UnitRows(units, self.batch_first), key, self.shared, notice)
 
+    @outside_graphs
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or self._call is None or self.recorder.probed:
             return None
@@ -205,9 +208,10 @@ class Isolation:
         watch, self._watch = self._watch, None
         course = self.recorder.whose.course.new
         if watch is None and course and self._alone < MOST_ALONE:
+            self.schedule.free += self.recorder.whose.course.compiled
             key = call[2], "another course", self.schedule.steps
             watch = self._watched(*call[:2], key) if self._due(key) else None
-            self._alone += watch is None
+            self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
         watch.relies = course

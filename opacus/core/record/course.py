@@ -26,17 +26,19 @@ class Course:
 
     Attributes:
         new: Whether the latest one did, on inputs whose structure was known, unfollowed.
+        compiled: Whether graphs were made in it, which took longer than any check of it.
     """
 
     def __init__(self) -> None:
-        self.new = False
+        self.new = self.compiled = False
         self._known: dict[Hashable, set[int]] = {}
         self._key: Hashable = None
         self._nodes = self._graphs = 0
 
     def expect(self, key: Hashable) -> None:
         """A forward pass will run, on inputs of this structure; ``None`` if it does not count."""
-        self.new, self._key = False, key
+        self.new = self.compiled = False
+        self._key = key
 
     def begin(self) -> None:
         """Now it does."""
@@ -57,12 +59,12 @@ class Course:
             return
         key = structure, manner
         made, known = number_of_nodes() - self._nodes, self._known.get(key)
+        self.compiled = number_of_graphs() > self._graphs
         if known is None:
             if len(self._known) < MOST_STRUCTURES:
                 self._known[key] = {made}
-        elif len(known) <= MOST_COURSES:
-            other = made not in known or number_of_graphs() > self._graphs
-            self.new = other and not followed
+        elif self.compiled or len(known) <= MOST_COURSES:
+            self.new = (self.compiled or made not in known) and not followed
             known.add(made)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
+from opacus.core.platform.torch_internals import (
+    outside_graphs,
+    prepare_for_graphs,
+    renumber,
+    under_functorch,
+)
 from opacus.core.record.course import Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.flags import Flags
@@ -136,6 +141,7 @@ class Recorder(Taps):
         lone = self.lone
         return lone is not None and bool(lone.alive) and lone.ran_for(losses, self)
 
+    @outside_graphs
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
@@ -165,6 +171,7 @@ class Recorder(Taps):
         self.whose.course.begin()
         return None
 
+    @outside_graphs
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
         if output is not None:

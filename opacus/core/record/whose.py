@@ -143,6 +143,27 @@ class WhoseRows:
             use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
 
+    def place_compiled(self, use: Use, output: Tensor, *, recomputed: bool) -> None:
+        """Find out whose the rows of a layer's output are, which runs in a compiled graph.
+
+        Raises:
+            RuntimeError: They are not the units in their order, and a checkpoint runs it again.
+        """
+        spec, one = use.spec, use.forward_pass
+        if recomputed and spec.name in one.moved:
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, in a compiled graph, on "
+                "rows that are not the samples in their order, so whose they are is not known: "
+                "leave that part of the model uncompiled, or out of checkpoints"
+            )
+        by_token = one.named is not None and one.named.ids.dim() == 2
+        if self._follows and not recomputed and not by_token:
+            use.units = self._follower.units_of(spec, [], output, use.batch_dim)
+            if use.units is not None:
+                one.moved.add(spec.name)
+        if one.named is not None:
+            use.units = one.named.of_layer(spec, use.units, output, use.batch_dim)
+
     def sharing(self, use: Use, outputs: Sequence[Tensor]) -> Scope | None:
         """The forward pass, if it is known that all samples share a layer's output.
 
