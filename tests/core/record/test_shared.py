@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from opacus import PrivacyEngine
 from opacus.core.record import shared
-from tests.helpers.shared_tables import EXACT, B, D, check, products, windows
+from tests.helpers.shared_tables import EXACT, B, D, T, check, products, windows
 
 
 def other_order(net: Any, x: Tensor, table: Tensor) -> Tensor:
