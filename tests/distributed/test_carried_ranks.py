@@ -75,10 +75,11 @@ def check_all(rank: int, world_size: int, compiled: bool) -> list[Found]:
         prefer(what)
         progress((what, name))
         case, seen = Case(**CASES[name], compiled=compiled), Found(name, [], [], [])
+        case.optimizer.isolation = None  # whose runs would be tapped
         steps = 2 if compiled else STEPS  # compiled blocks cannot be followed
         for step in range(steps + ("later reused" in name)):
             if step == steps:  # layers that have run once until now run twice
-                case.double.blocks[1].uses = case.model.blocks[1].uses = 2
+                case.double.blocks[1].hidden.uses = case.model.blocks[1].hidden.uses = 2
             tapped.clear()
             views = 2 if step and name == "two views" else 1
             seen.errors.append(case.error(rank, world_size, step, views))
@@ -144,11 +145,12 @@ def check_the_rest(rank: int, world_size: int) -> None:
     case.optimizer.zero_grad()
 
     progress("used outside of its layer, which was not so when that was learnt")
-    case.model.blocks[0].reads = 1
+    case.model.blocks[0].hidden.reads = 1
     with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.b\.weight.*outside their layer"):
         case.error(rank, world_size, 8)
     assert not case.records
-    case.model.blocks[0].reads = 0
+    case.model.blocks[0].hidden.reads = 0
+    case.error(rank, world_size, 8)  # followed, after a pass unlike the others
 
     progress("frozen meanwhile")
     layers = [case.model.blocks[0].up.b, case.double.blocks[0].up.b]

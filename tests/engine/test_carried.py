@@ -64,13 +64,14 @@ def test_fewer_samples_need_not_be_learnt_from() -> None:
 
 def test_a_use_beside_its_layer_is_noticed_also_where_it_is_carried() -> None:
     case = learnt()
-    case.model.blocks[0].reads = 1
+    case.model.blocks[0].hidden.reads = 1
     x, y = batch(ROWS, 5)
     with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.b\.weight"):
         case.loss(case.module(x), y).backward()
     assert no_gradient(case.model)
-    case.model.blocks[0].reads = 0
-    assert case.error(0, 1, 6) < 2e-5 and not case.records
+    case.model.blocks[0].hidden.reads = 0
+    assert case.error(0, 1, 6) < 2e-5 and case.records  # followed, after a pass unlike the others
+    assert case.error(0, 1, 7) < 2e-5 and not case.records
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

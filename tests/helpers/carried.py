@@ -32,17 +32,25 @@ class Adapted(nn.Module):
         return self.base(x) + added
 
 
+class Hidden:
+    """How a block runs, where a model's settings are not looked for: passes stay as they are."""
+
+    __slots__ = ("reads", "uses")
+
+    def __init__(self, uses: int) -> None:
+        self.uses, self.reads = uses, 0
+
+
 class Block(nn.Module):
     def __init__(self, reused: bool) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), Adapted(8, 6), Adapted(6, 8)
-        # Numbers: after a flag is set the next pass is followed, and none is carried.
-        self.uses, self.reads = 1 + reused, 0
+        self.hidden = Hidden(1 + reused)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.reads:
+        if self.hidden.reads:
             x = x + self.up.b.weight.sum()
-        for _ in range(self.uses):
+        for _ in range(self.hidden.uses):
             x = x + self.down(torch.tanh(self.up(self.norm(x))))
         return x
 

@@ -27,8 +27,9 @@ Note [What is switched off]
 
 Note [When]
     At the first step; at the first batch of a new structure (see
-    :func:`~opacus.core.isolation.unit_slices.structure`), as often as a share of all steps
-    allows; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
+    :func:`~opacus.core.isolation.unit_slices.structure`), and after a forward pass that took
+    another course (see :mod:`opacus.core.record.course`), as often as a share of all steps allows;
+    and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
     number of steps, and for a new structure by meeting in the store, where only ranks go that
     see one.
 
@@ -54,13 +55,15 @@ from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
 from opacus.core.platform.switches import switched_on
-from opacus.core.platform.torch_internals import under_functorch
+from opacus.core.platform.torch_internals import outside_graphs, under_functorch
 from opacus.core.platform.trees import tensors_of
 from opacus.core.ranks.meeting import Meetings, ranks_with
 from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.record.recorder import Recorder
 
 VARIABLE = "OPACUS_ISOLATION_CHECK"
+# Times that a rank waits for the others because of another course, which was due to its own data.
+MOST_ALONE = 4
 _ELSEWHERE = (
     "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
     "was released"
@@ -78,6 +81,7 @@ class Schedule:
     interval: int = 1000
     steps: int = 0
     checks: int = 0
+    free: int = 0  # of these, checks whose time does not count
     latest: int = 0  # the step of the latest check
     known: set[Hashable] = field(default_factory=set)
 
@@ -90,7 +94,7 @@ class Schedule:
 
     def new(self, key: Hashable) -> bool:
         """Whether the structure is new, and checks have not taken too much time so far."""
-        return key not in self.known and self.checks < 8 + self.steps // 500
+        return key not in self.known and self.checks - self.free < 16 + self.steps // 500
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -151,6 +155,8 @@ class Isolation:
         self.recorder = recorder
         self.schedule.checks = 0
         self._watch: Watch | None = None
+        self._call: tuple[Any, int, Hashable] | None = None  # that runs: inputs, units, structure
+        self._alone = 0  # times that only this rank's pass took another course
         self._pending: list[Watch] = []
         self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
         recorder.handles += [
@@ -171,10 +177,11 @@ class Isolation:
 
     # --- in the forward pass ---
 
+    @outside_graphs
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or under_functorch():
             return
-        self._watch = None
+        self._watch, self._call = None, None
         recorder = self.recorder
         tapped = recorder.active(module) or recorder.lone_runs
         if not self.on or recorder.probed or recorder.in_backward or not tapped:
@@ -187,21 +194,36 @@ class Isolation:
             return
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
         key = form, recorder.whose.flags.state
+        self._call = inputs, units, key
         if any(w.key == key and (w.received or self.ranks) for w in self._pending):
             return  # one forward pass of each structure
         if not self._due(key):
             return
         self._pending = [w for w in self._pending if w.key != key]
+        self._watch = self._watched(inputs, units, key)
+
+    def _watched(self, inputs: Any, units: int, key: Hashable) -> Watch:
         rows = UnitRows(units, self.batch_first)
         notice = None if self.sees_loss else self._notice_mean
-        named = recorder.passes.named
+        named = self.recorder.passes.named
         tokens = None if named is None or named.ids.dim() == 1 else named.ids
-        self._watch = Watch(inputs, rows, key, self.shared, notice, tokens)
+        return Watch(inputs, rows, key, self.shared, notice, tokens)
 
+    @outside_graphs
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or self._watch is None or self.recorder.probed:
+        if torch.compiler.is_compiling() or self._call is None or self.recorder.probed:
             return None
+        call, self._call = self._call, None
         watch, self._watch = self._watch, None
+        course = self.recorder.whose.course.new
+        if watch is None and course and self._alone < MOST_ALONE:
+            self.schedule.free += self.recorder.whose.course.compiled
+            key = call[2], "another course", self.schedule.steps
+            watch = self._watched(*call[:2], key) if self._due(key) else None
+            self._alone += watch is None and self._meetings is not None
+        if watch is None:
+            return None
+        watch.relies = course
         self._pending.append(watch)
         if not tensors_of(output):
             self._warn(_UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
@@ -214,7 +236,8 @@ class Isolation:
         if not schedule.new(key):
             return False
         schedule.known.add(key)  # ranks that do not see it are not asked again
-        outcome = self._meetings.meet(f"{schedule.steps}/{len(self._pending)}", repr(key), 5.0)
+        label = f"{schedule.steps}/{len(self._pending)}/{self._call is None}"
+        outcome = self._meetings.meet(label, repr(key), 5.0)
         return outcome.agreed
 
     # --- the criterion ---
@@ -263,7 +286,7 @@ class Isolation:
         if not self._pending and self._refusal is None:
             self.schedule.steps += 1
             return
-        pending, self._pending, self._watch = self._pending, [], None
+        pending, self._pending, self._watch, self._call = self._pending, [], None, None
         refusal, self._refusal = self._refusal, None
         try:
             for watch in pending:
@@ -300,10 +323,11 @@ class Isolation:
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, watch.dtypes)
+            found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(self._real_runs(watch), watch.dtypes)
+                runs = self._real_runs(watch)
+                found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
         except IncomparableError as reason:
             self._warn(_INCOMPARABLE.format(reason))
         if found:
@@ -352,7 +376,7 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_pending": [], "_refusal": None}
+        return {**self.__dict__, "_watch": None, "_call": None, "_pending": [], "_refusal": None}
 
 
 _UNSEEN = (

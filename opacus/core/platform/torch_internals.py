@@ -222,6 +222,7 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
     skip: Any = getattr(getattr(dynamo, "convert_frame", None), "skip_code", None)
     if skip is not None:
         skip(outside_graphs(prepare_for_graphs).__code__)  # the one of all that are outside
+        skip(number_of_graphs.__code__)
     for kind in plain if skip is not None else ():
         for method in vars(kind).values():
             function = getattr(method, "__func__", method)
@@ -311,6 +312,16 @@ def number_of_backward() -> int:
     """A number of the backward pass that is running (a reentrant one has its own)."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if number is None else int(number())
+
+
+# How many nodes of graphs this thread has made so far; always 0 if that is unknown.
+number_of_nodes: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", int)
+
+
+def number_of_graphs() -> int:
+    """How many graphs ``torch.compile`` has made so far, 0 if that is unknown."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def roots_of_backward() -> list[Tensor]:

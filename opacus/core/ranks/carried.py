@@ -146,6 +146,7 @@ class Carried:
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfParts | None = None
+        self._owned = 0  # layers that have had a weight for each sample in it
         self._entered: list[tuple[nn.Module, _Carrying, Owned]] = []
         self._parts: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
@@ -188,11 +189,16 @@ class Carried:
                 if not is_fsdp(part):
                     self._enter(part)
 
+    @property
+    def manner(self) -> Hashable:
+        """Which layers are carried in the pass that runs, and how many own weights were there."""
+        return self._owned, *[own.names for own in self._now.values()]
+
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
         while self._entered:
             self._out()
-        self._now, self._use, self.running = {}, None, False
+        self._now, self._use, self.running, self._owned = {}, None, False, 0
 
     def learn(
         self, passes: Collection[ForwardPass], kept: Kept, choices: Mapping[str, Choice]
@@ -275,6 +281,7 @@ class Carried:
             else:
                 own = tuple([next(carriers) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
+        self._owned += len(owned)
         own_weights(owned, cast)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)

@@ -12,10 +12,15 @@ from opacus.core.record.recorder import Recorder
 
 
 @contextmanager
-def aside(recorder: Recorder, sink: Callable[[Record], None]) -> Iterator[None]:
-    """Hand records to ``sink``; what is known of other passes is the same afterwards."""
+def aside(
+    recorder: Recorder, sink: Callable[[Record], None], *, relies: bool = False
+) -> Iterator[None]:
+    """Hand records to ``sink``; what is known of other passes is the same afterwards.
+
+    ``relies``: whether units are taken to be where they were in the latest pass.
+    """
     before = dict(recorder.__dict__)
-    whose, passes = recorder.whose.fresh(), Passes(recorder.passes.dim)
+    whose, passes = recorder.whose.fresh(relies=relies), Passes(recorder.passes.dim)
     recorder.__dict__.update(whose=whose, passes=passes, lone=None, lone_runs=False)
     recorder.__dict__.update(sink=sink, probed=True, taps_in_graphs=False)
     try:

@@ -5,7 +5,7 @@ See Note [Carriers] in :mod:`opacus.core.ranks.carried`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +68,10 @@ class Carries(Protocol):
     choices: dict[str, Any]
     running: bool
     learning: Any
+
+    @property
+    def manner(self) -> Hashable:
+        """How the pass that runs does what it does for its layers."""
 
     def begin(self, forward_pass: ForwardPass, inputs: Any, *, rows_are_units: bool) -> None:
         """The model's forward begins; it is recorded."""

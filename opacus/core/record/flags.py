@@ -1,76 +1,200 @@
-"""States of a model's own flags, by which it may move rows with inputs of the same shapes.
+"""States of a model's own settings, by which it may move rows with inputs of the same shapes.
 
 Mixing that begins after some epochs, say, or another path in another phase: what was found out of
-forward passes before such a flag was set is not of those after it.
+forward passes before such a setting changed is not of those after it. What no setting shows,
+:mod:`opacus.core.record.course` may.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from enum import Enum
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-_OWN = frozenset(vars(nn.Module())) - {"training"}
+# Attributes of every module, and what torch.compile (or a call in its place) puts there.
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl"}
 # States that are told apart.
 MOST_STATES = 1000
+# Values of a number, beyond which it is a counter, by which nothing is told.
+MOST_NUMBERS = 4
+# Entries of a list or dictionary that settings are looked for in.
+MOST_ENTRIES = 256
+# How deep a configuration may hold others.
+_DEPTH = 3
 
 
 class Flags:
-    """Numbers the states of a model's flags.
+    """Numbers the states of a model's settings.
 
-    Those are the attributes of its modules that are true, false, ``None`` or text.
+    Those are its modules, and their attributes that are true, false, ``None``, text, numbers or
+    functions, also where they stand in lists, dictionaries or configurations. A number that keeps
+    changing is a counter, and no setting.
 
     Attributes:
         state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
-            flags are, where they change alike.
+            settings are, where they change alike.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._modules: list[dict[str, Any]] = []  # the attributes of each
+        self._holders: list[Any] = []  # dictionaries and lists, whose sizes are looked at
         self._size = -1  # of all of them
-        self._where: list[dict[str, Any]] = []
-        self._names: list[str] = []
+        self._where: list[Any] = []
+        self._names: list[Any] = []
+        self._kinds: list[Hashable] = []  # by which a counter is known in all modules
         self._latest: list[Any] = []
+        self._entries: list[Hashable] = []
+        self._numbers: dict[Hashable, set[float]] = {}
         self._known: dict[Hashable, int] = {}
+        self._passes = 0
         self.state = 0
 
     def look(self, model: nn.Module) -> None:
         """A forward pass begins: find out which state the model is in."""
+        self._passes += 1
         if model is not self._model:
             self._model, self._size = model, -1
-            self._modules = [vars(module) for module in model.modules()]
-        size = sum(map(len, self._modules))
-        if size != self._size:
-            self._size = size
-            self._find()
-        values = list(map(dict.get, self._where, self._names))
-        # Asked in every step: flags are the same objects as long as nobody sets them.
-        if len(values) != len(self._latest) or not all(map(operator.is_, values, self._latest)):
-            self._latest, key = values, tuple(map(_flag, self._names, values))
-            if len(self._known) < MOST_STATES:
-                self._known.setdefault(key, len(self._known))
-            self.state = self._known.get(key, MOST_STATES)
+        values = None
+        if sum(map(len, self._holders)) == self._size:
+            # Asked in every step: settings are the same objects as long as nobody sets them.
+            with suppress(KeyError, IndexError):
+                values = list(map(operator.getitem, self._where, self._names))
+        if values is None:
+            self._find(model)
+        elif not all(map(operator.is_, values, self._latest)):
+            pairs = zip(values, self._latest, strict=True)
+            changed = [i for i, (new, old) in enumerate(pairs) if new is not old]
+            if any(_leads_on(v) for i in changed for v in (values[i], self._latest[i])):
+                self._find(model)
+            else:
+                self._latest = values
+                self._note(changed)
 
-    def _find(self) -> None:
-        found = [
-            (own, name)
-            for own in self._modules
-            for name, value in own.items()
-            if name not in _OWN and _is_flag(value)
-        ]
-        self._where, self._names = [own for own, _ in found], [name for _, name in found]
-        self._latest = []
+    def fixed(self) -> Flags:
+        """One that stays in this state."""
+        other = _Fixed()
+        other.state = self.state
+        return other
+
+    def _find(self, model: nn.Module) -> None:
+        """Look for settings everywhere."""
+        found = list(_settings(model))
+        self._where, self._names = [own for own, _, _ in found], [name for _, name, _ in found]
+        self._kinds = [kind for _, _, kind in found]
+        self._latest = [own[name] for own, name, _ in found]
+        self._entries = [None] * len(found)
+        holders = [part for m in model.modules() for part in (vars(m), m._modules)]
+        self._holders = list({id(own): own for own in [*holders, *self._where]}.values())
+        self._size = sum(map(len, self._holders))
+        self._note(range(len(found)))
+
+    def _note(self, places: Any) -> None:
+        """These settings are other ones than before."""
+        before = list(self._entries) if len(places) < len(self._entries) else []
+        for i in places:
+            self._entries[i] = self._entry(i)
+        if before == self._entries:
+            return
+        key = tuple(self._entries)
+        if self._passes == 2 and all(_is_number(self._latest[i]) for i in places):
+            self._known[key] = self.state  # what the first pass has left: sizes, say
+        if len(self._known) < MOST_STATES:
+            self._known.setdefault(key, len(self._known))
+        self.state = self._known.get(key, MOST_STATES)
+
+    def _entry(self, place: int) -> Hashable:
+        """By what a setting tells states apart."""
+        value, kind = self._latest[place], self._kinds[place]
+        if _is_number(value):
+            numbers = self._numbers.setdefault(kind, set())
+            if len(numbers) <= MOST_NUMBERS:
+                numbers.add(value)
+            return (kind, value if len(numbers) <= MOST_NUMBERS else None)
+        if value is None or isinstance(value, (bool, str)):
+            return (kind, value)
+        if not isinstance(value, nn.Module) and not _is_code(value):
+            return (kind, type(value))
+        try:
+            return (kind, weakref.ref(value))
+        except TypeError:
+            return (kind, type(value))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Flags())
 
 
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, str))
+class _Fixed(Flags):
+    def look(self, model: nn.Module) -> None:
+        pass
 
 
-def _flag(name: str, value: Any) -> Hashable:
-    return name, value if _is_flag(value) else type(value)
+def _settings(model: nn.Module) -> Iterator[tuple[Any, Any, Hashable]]:
+    """Where each is: in which dictionary or list, under which name, and what kind it is."""
+    seen: set[int] = set()
+    for module in model.modules():
+        yield from ((module._modules, name, name) for name in module._modules)
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                kind = type(module).__qualname__, name
+                yield from _settings_in(vars(module), name, value, kind, seen)
+
+
+def _settings_in(
+    own: Any, name: Any, value: Any, kind: Hashable, seen: set[int]
+) -> Iterator[tuple[Any, Any, Hashable]]:
+    """An attribute or entry, and those that it holds."""
+    inner = _entries_of(value)
+    if inner is None:
+        if value is None or isinstance(value, (bool, str)) or _is_number(value) or _is_code(value):
+            yield own, name, kind
+        return
+    yield own, name, kind  # another configuration may come in its place
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    pairs = enumerate(inner) if isinstance(inner, list) else list(inner.items())
+    for key, entry in pairs:
+        yield from _settings_in(inner, key, entry, (kind, key), seen)
+
+
+def _entries_of(value: Any) -> Any:
+    """The dictionary or list in which something holds settings, ``None`` if it holds none."""
+    if isinstance(value, (dict, list)):
+        return value if 0 < len(value) <= MOST_ENTRIES else None
+    return vars(value) if _is_configuration(value, _DEPTH) else None
+
+
+def _is_configuration(value: Any, depth: int) -> bool:
+    """Whether an object holds plain data alone, as a configuration does."""
+    if isinstance(value, (Enum, type, Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    held = vars(value)
+    if _is_code(value) or not 0 < len(held) <= MOST_ENTRIES:
+        return False
+    return all(isinstance(v, _DATA) or (depth > 0 and _is_configuration(v, depth - 1))
+               for v in held.values())  # fmt: skip
+
+
+def _leads_on(value: Any) -> bool:
+    """Whether there are settings behind a value."""
+    return isinstance(value, nn.Module) or _entries_of(value) is not None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, Tensor))
+
+
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, tuple, set, frozenset, dict, list),
+    *(Enum, torch.dtype, torch.device, torch.Size),
+)

@@ -189,8 +189,7 @@ class LayerHooks:
                 f"for each sample (expand its input), freeze it, or set {compiled_tap.ADVICE}"
             )
         use = Use(taps, layer, spec, forward_pass, dim)
-        if forward_pass.named is not None:
-            use.units = forward_pass.named.of_layer(spec, None, output, dim)
+        taps.whose.place_compiled(use, output, recomputed=recomputed)
         if recomputed:
             if taps.carried is not None:
                 taps.carried.check_again(spec, forward_pass)

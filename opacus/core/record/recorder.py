@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from opacus.core.platform.attention import AttentionPlans
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import prepare_for_graphs, renumber, under_functorch
+from opacus.core.platform.torch_internals import (
+    outside_graphs,
+    prepare_for_graphs,
+    renumber,
+    under_functorch,
+)
+from opacus.core.record.course import Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.flags import Flags
 from opacus.core.record.hooks import LayerHooks
@@ -138,6 +144,7 @@ class Recorder(Taps):
         lone = self.lone
         return lone is not None and bool(lone.alive) and lone.ran_for(losses, self)
 
+    @outside_graphs
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
@@ -166,10 +173,14 @@ class Recorder(Taps):
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
             self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
+        self.whose.course.begin()
         return None
 
+    @outside_graphs
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model has run, or failed; returns its output without a row that was made up."""
+        if output is not None:
+            self.whose.ran(None if self.carried is None else self.carried.manner)
         ended, self.ours = self.passes.end(), self.in_backward
         if ended is not None and self.whose.moved_hidden:
             self.reached.note(ended)
@@ -199,5 +210,5 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, AttentionPlans),
+    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, Course, AttentionPlans),
 )

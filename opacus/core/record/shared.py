@@ -99,8 +99,10 @@ class Shared(Tensor):
     @classmethod
     def of(cls, value: Tensor, source: Source) -> Shared:
         """A shared tensor of this value."""
-        made: Shared = torch.Tensor._make_subclass(cls, value.detach())
+        made: Shared = torch.Tensor._make_subclass(cls, value.detach(), True)
         made._source, made._rows = source, None
+        with torch._C.DisableTorchFunctionSubclass():
+            made.register_hook(partial(_astray, source))
         return made
 
     def rows(self) -> Tensor:
@@ -134,7 +136,7 @@ class Shared(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _run(func, args, kwargs or {})
+            return func(*args) if func == _GROWN else _run(func, args, kwargs or {})
 
 
 def rows_of_input(tensor: Tensor, scope: Scope) -> Tensor:
@@ -148,7 +150,7 @@ def rows_of_input(tensor: Tensor, scope: Scope) -> Tensor:
 
 def plain(value: Any) -> Any:
     """Shared tensors among some values as ordinary ones, which are nobody's."""
-    return tree_map_only(Shared, lambda s: s.as_subclass(Tensor), value)
+    return tree_map_only(Shared, _value, value)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -173,7 +175,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not all(_simple_at(s, place) for s in shared):
             source.scope.not_simple()
         return call(func, lambda s: s.at(place))
-    value = call(func, lambda s: s.as_subclass(Tensor))
+    value = call(func, _value)
     differentiable = [
         t for t in tree_flatten(value)[0] if isinstance(t, Tensor) and t.is_floating_point()
     ]
@@ -283,6 +285,16 @@ def _simple_at(shared: Shared, place: Place) -> bool:
     return shared._source.simple and in_front
 
 
+def _value(shared: Shared) -> Tensor:
+    """What all samples have, as an ordinary tensor that is nobody's."""
+    return shared.detach().as_subclass(Tensor)
+
+
+def _astray(source: Source, grad: Tensor) -> Tensor:
+    """A gradient has come to a shared tensor itself, in which the samples' are one."""
+    raise _refusal(source, "goes into a custom autograd.Function, or an operator that hides it")
+
+
 def _in_place(name: str) -> bool:
     return name == "__setitem__" or (name[-1:] == "_" != name[-2:-1])
 
@@ -309,6 +321,8 @@ _MEETS = _POINTWISE | frozenset(
 )  # fmt: skip
 # What a row for each sample in front does not change.
 _KEEPS = _POINTWISE | {"to", "dropout"}
+# Whether a tensor needs a gradient. Shared ones do: a block that gives one is not run again.
+_GROWN = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 # No gradient comes back from what these give.
 _ENDS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Hidden
@@ -33,6 +34,7 @@ class WhoseRows:
 
     Attributes:
         flags: Of the model.
+        course: Of the latest forward pass.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -41,6 +43,7 @@ class WhoseRows:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
         self.flags = Flags()
+        self.course = Course()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = False
@@ -48,12 +51,17 @@ class WhoseRows:
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
 
-    def fresh(self) -> WhoseRows:
-        """One for forward passes on the side."""
+    def fresh(self, *, relies: bool = False) -> WhoseRows:
+        """One for forward passes on the side; ``relies``: on what the latest one relied on."""
         other = copy.copy(self)
+        other.flags = self.flags.fixed()
         other.indices, other.repeats = copy.deepcopy(self.indices), RepeatCheck()
-        other._follower, other._follows, other._hidden = self._follower.fresh(), False, {}
-        other.asked, other._shared = False, None
+        other._follower, other._follows, other._hidden = (
+            self._follower.fresh(relies=relies),
+            False,
+            {},
+        )
+        other.asked, other._shared, other.course = False, None, Course()
         return other
 
     def begin(
@@ -70,17 +78,25 @@ class WhoseRows:
         """
         self._follows, self._hidden, self.asked = False, {}, False
         self._shared = None if recorded else self._shared
+        self.course.expect(None)
         asks = None
         if recorded:
             self.flags.look(model)
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
+            self.course.expect(self._follower.structure)
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
+
+    def ran(self, manner: Hashable) -> None:
+        """It has come through; see :meth:`Course.end`."""
+        self.course.end(manner, followed=self._follower.trail is not None)
+        if self.course.new:
+            self._follower.follow_next()
 
     def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
         """It has ended, with this output; ``None`` if it failed."""
@@ -126,6 +142,27 @@ class WhoseRows:
         if named is not None:
             use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
+
+    def place_compiled(self, use: Use, output: Tensor, *, recomputed: bool) -> None:
+        """Find out whose the rows of a layer's output are, which runs in a compiled graph.
+
+        Raises:
+            RuntimeError: They are not the units in their order, and a checkpoint runs it again.
+        """
+        spec, one = use.spec, use.forward_pass
+        if recomputed and spec.name in one.moved:
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, in a compiled graph, on "
+                "rows that are not the samples in their order, so whose they are is not known: "
+                "leave that part of the model uncompiled, or out of checkpoints"
+            )
+        by_token = one.named is not None and one.named.ids.dim() == 2
+        if self._follows and not recomputed and not by_token:
+            use.units = self._follower.units_of(spec, [], output, use.batch_dim)
+            if use.units is not None:
+                one.moved.add(spec.name)
+        if one.named is not None:
+            use.units = one.named.of_layer(spec, use.units, output, use.batch_dim)
 
     def sharing(self, use: Use, outputs: Sequence[Tensor]) -> Scope | None:
         """The forward pass, if it is known that all samples share a layer's output.

@@ -11,7 +11,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from opacus import IsolationError, PrivacyEngine
-from opacus.core.record.flags import MOST_STATES, Flags
+from opacus.core.record.flags import MOST_NUMBERS, MOST_STATES, Flags
 
 B, T = 4, 5
 LATER = 3  # the step from which on the flag is set
@@ -112,10 +112,80 @@ def test_states_are_numbered() -> None:
     assert state(flags, net) == 3
     net.block.phase = "later"
     assert state(flags, net) == 4
-    net.steps = 7  # a counter is no flag
-    before = state(flags, net)
-    net.steps += 1
-    assert state(flags, net) == before
+
+
+class Part:
+    """A configuration."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def in_a_configuration(net: Any) -> None:
+    net.config.parts.mixes = True
+
+
+def in_a_list(net: Any) -> None:
+    net.config.kinds[1] = "global"
+
+
+def in_a_dictionary(net: Any) -> None:
+    net.options["rate"] = 0.5
+
+
+def another_function(net: Any) -> None:
+    net.block.forward = lambda x: x.flip(0)
+
+
+def another_module(net: Any) -> None:
+    net.block.up = nn.Identity()
+
+
+def one_more(net: Any) -> None:
+    net.block.add_module("also", nn.Identity())
+
+
+def a_number(net: Any) -> None:
+    net.block.mixes = 2
+
+
+SETTINGS = [
+    in_a_configuration, in_a_list, in_a_dictionary, another_function, another_module, one_more,
+    a_number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_what_makes_another_state(change: Any) -> None:
+    net, flags = Net(), Flags()
+    net.config = Part(parts=Part(mixes=False), kinds=["local", "local"])  # type: ignore[assignment]
+    net.options = {"rate": 0.0}  # type: ignore[assignment]
+    for _ in range(3):
+        assert state(flags, net) == 0
+    change(net)
+    assert state(flags, net) == state(flags, net) == 1
+
+
+def test_a_counter_makes_few_states_and_hides_no_other_setting() -> None:
+    net, flags = Net(), Flags()
+    found = []
+    for number in range(40):
+        net.block.steps = net.steps = number  # type: ignore[assignment]
+        found.append(state(flags, net))
+    assert len(set(found)) <= MOST_NUMBERS + 1
+    assert len(set(found[-30:])) == 1
+    net.block.mixes = True
+    assert state(flags, net) not in found
+
+
+def test_what_the_first_pass_leaves_is_no_other_state() -> None:
+    net, flags = Net(), Flags()
+    net.longest = 0  # type: ignore[assignment]
+    first = state(flags, net)
+    net.longest = 7  # type: ignore[assignment]
+    assert state(flags, net) == first
+    net.longest = 8  # type: ignore[assignment]
+    assert state(flags, net) != first
 
 
 def test_another_model_and_a_copy_begin_anew() -> None:

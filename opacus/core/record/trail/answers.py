@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -41,12 +41,14 @@ class Answer:
         ran: Layers that ran in the passes that were followed.
         kinds: What those gave.
         passes: So many have begun, followed or not.
+        doubtful: Whether the latest one took another course than those before.
     """
 
     uses: Uses | None = None
     ran: AbstractSet[str] = frozenset()
     kinds: Kinds = frozenset()
     passes: int = 1
+    doubtful: bool = False
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
@@ -56,8 +58,9 @@ class Answer:
 
     def looks_again(self) -> bool:
         """Whether the pass that begins now is followed anyway."""
+        doubtful, self.doubtful = self.doubtful, False
         self.passes += 1
-        return self.passes in LOOK_AGAIN or self.passes % INTERVAL == 0
+        return doubtful or self.passes in LOOK_AGAIN or self.passes % INTERVAL == 0
 
 
 class Follower:
@@ -88,10 +91,24 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
         self._unfollowed: Answer | None = None  # what the running pass relies on
+        self._latest: Answer | None = None  # what the latest one did, or has led to
+        self._default: Answer | None = None  # of structures of which nothing is remembered
 
-    def fresh(self) -> Follower:
-        """One that remembers nothing."""
-        return Follower(self._trained)
+    def fresh(self, *, relies: bool) -> Follower:
+        """One for passes on the side, of a few units of the latest pass.
+
+        Args:
+            relies: Whether what the latest pass relied on is relied on in them, or they are
+                followed. Other numbers of units, which make another structure if some size is the
+                same, make no difference if units are rows.
+        """
+        other = Follower(self._trained)
+        if relies:
+            other._absent, other._always = set(), set(self._always)
+            other._answers = {key: _looked_at(answer) for key, answer in self._answers.items()}
+            latest = self._latest
+            other._default = None if latest is None or latest.uses else _looked_at(latest)
+        return other
 
     def begin(
         self, inputs: Any, count: int, dim: int, can_follow: Callable[[], bool]
@@ -111,18 +128,28 @@ class Follower:
         leaves = leaves_of(inputs)
         self._keys = _structure(leaves, count), _shapes(leaves, count)
         known = next((k for k in self._keys if k in self._answers), None)
-        self._count, self._places = count, {}
-        if known is not None and self._keys[0] not in self._always:
-            answer = self._answers[known]
+        self._count, self._places, self._latest = count, {}, None
+        answer = self._default if known is None else self._answers[known]
+        if answer is not None and self._keys[0] not in self._always:
             self._known = answer.uses
             if not (answer.looks_again() or self._waits(answer)) or not can_follow():
-                self._unfollowed = answer
+                self._unfollowed = self._latest = answer
                 return self._known is not None
         elif not can_follow():
             return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
         self._trail.__enter__()
         return True
+
+    @property
+    def structure(self) -> Any:
+        """That of the inputs of this forward pass."""
+        return self._keys[0]
+
+    def follow_next(self) -> None:
+        """Follow the next pass of the structure of this one, which took another course."""
+        if self._unfollowed is not None:
+            self._unfollowed.doubtful = True
 
     def end(self, output: Any = None, kinds: Kinds = frozenset()) -> None:
         """The forward pass has ended.
@@ -179,6 +206,7 @@ class Follower:
         answer.uses = None if plain else found
         answer.kinds = answer.kinds | kinds
         answer.ran = answer.ran | found.keys() | {name for name, _ in kinds}
+        self._latest = answer
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer
 
@@ -246,6 +274,11 @@ class Follower:
     def __getstate__(self) -> dict[str, Any]:
         none: dict[str, Any] = {"_trail": None, "_known": None, "_unfollowed": None}
         return {**self.__dict__, **none, "_found": {}}
+
+
+def _looked_at(answer: Answer) -> Answer:
+    """One that is not looked at again."""
+    return replace(answer, passes=LOOK_AGAIN[-1] + 1, doubtful=False)
 
 
 _CHANGED = (

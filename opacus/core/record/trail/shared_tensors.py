@@ -66,7 +66,8 @@ class SharedTensors:
             raise RuntimeError(
                 "what a layer has computed once for all samples is used after the forward pass, "
                 "where whose rows it meets is not known (an activation checkpoint runs such a part "
-                "of the model again, or the loss takes it): leave that part out of checkpoints, or "
+                "of the model again, the loss takes it, or a custom autograd.Function saves it): "
+                "leave that part out of checkpoints, expand it to the batch before a function, or "
                 "freeze the layer (adapters in other layers, such as LoRA, can be trained)"
             )
         return next(iter(met))

@@ -1,0 +1,71 @@
+"""Which course a forward pass took, as far as that can be seen without looking at what it does.
+
+Rows may begin to move for reasons that no setting of a model shows: a global variable, a hook, a
+method that was replaced, a counter. Autograd mostly makes another number of nodes then, or
+``torch.compile`` another graph, and both are counted anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from opacus.core.platform.torch_internals import number_of_graphs, number_of_nodes
+
+# Courses of one structure of inputs that are told apart; if there are more, it depends on sizes
+# or data, and says nothing.
+MOST_COURSES = 8
+# Structures that are told apart.
+MOST_STRUCTURES = 4096
+
+
+class Course:
+    """Notices forward passes that take another course than those before.
+
+    Attributes:
+        new: Whether the latest one did, on inputs whose structure was known, unfollowed.
+        compiled: Whether graphs were made in it, which took longer than any check of it.
+    """
+
+    def __init__(self) -> None:
+        self.new = self.compiled = False
+        self._known: dict[Hashable, set[int]] = {}
+        self._key: Hashable = None
+        self._nodes = self._graphs = 0
+
+    def expect(self, key: Hashable) -> None:
+        """A forward pass will run, on inputs of this structure; ``None`` if it does not count."""
+        self.new = self.compiled = False
+        self._key = key
+
+    def begin(self) -> None:
+        """Now it does."""
+        if torch.compiler.is_compiling():
+            self._key = None
+            return
+        self._nodes, self._graphs = number_of_nodes(), number_of_graphs()
+
+    def end(self, manner: Hashable = None, *, followed: bool) -> None:
+        """It has come through.
+
+        Args:
+            manner: In another one layers make other nodes for the same.
+            followed: Whether whose rows layers had in it was looked at.
+        """
+        structure, self._key = self._key, None
+        if structure is None or torch.compiler.is_compiling():
+            return
+        key = structure, manner
+        made, known = number_of_nodes() - self._nodes, self._known.get(key)
+        self.compiled = number_of_graphs() > self._graphs
+        if known is None:
+            if len(self._known) < MOST_STRUCTURES:
+                self._known[key] = {made}
+        elif self.compiled or len(known) <= MOST_COURSES:
+            self.new = (self.compiled or made not in known) and not followed
+            known.add(made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Course())
