@@ -308,11 +308,10 @@ class Isolation:
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
+            found = self._probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                runs = WatchedRuns(self.model, watch)
-                found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
+                found = self._probe.run(WatchedRuns(self.model, watch), watch.dtypes)
         except IncomparableError as reason:
             self._warn(
                 f"whether a sample's gradient depends on the other samples of its batch cannot be "

@@ -50,7 +50,7 @@ class Watch:
         self.rows = rows
         self.key = key
         self.shared = shared
-        self.relies = False  # see Probe.run; the pass took another course than those before
+        self.relies = False  # see Runs; the pass took another course than those before
         self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
