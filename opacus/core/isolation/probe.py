@@ -70,7 +70,7 @@ class Runs(Protocol):
 
     @property
     def relies(self) -> bool:
-        """Whether rows are taken to be those of the units that they were in training, unfollowed."""
+        """Whether rows are taken to be those of the units that they were in training."""
 
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""

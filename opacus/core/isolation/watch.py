@@ -165,6 +165,7 @@ class WatchedRuns:
         self.watch = watch
         self.made_up = made_up
         self.rows = watch.rows
+        self.relies = watch.relies
 
     @property
     def counts(self) -> bool:
@@ -211,6 +212,8 @@ class WatchedRuns:
 
 class LossRuns:
     """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
+
+    relies = False
 
     def __init__(
         self,
