@@ -323,11 +323,10 @@ class Isolation:
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
+            found = self._probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                runs = self._real_runs(watch)
-                found = self._probe.run(runs, watch.dtypes, relies=watch.relies)
+                found = self._probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
             self._warn(_INCOMPARABLE.format(reason))
         if found:

@@ -69,6 +69,10 @@ class Runs(Protocol):
     def counts(self) -> bool:
         """Whether these are units of a batch, rather than made up to go along with other ranks."""
 
+    @property
+    def relies(self) -> bool:
+        """Whether rows are taken to be those of the units that they were in training."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -107,25 +111,20 @@ class Probe:
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
-        self._relies = False
 
-    def run(
-        self, runs: Runs, dtypes: Collection[torch.dtype] = (), *, relies: bool = False
-    ) -> list[Difference]:
+    def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
 
         Args:
             runs: Runs the model.
             dtypes: Types that it computes in, besides those of its parameters and of what its
                 layers see.
-            relies: Whether rows are those of the units that they were in training, where nothing
-                was followed; else they are followed.
 
         Raises:
             IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
-        self._dtypes, self._relies = set(dtypes), relies
+        self._dtypes = set(dtypes)
         with ExitStack() as stack:
             for other in others(self._recorder):
                 stack.enter_context(other.paused())
@@ -197,7 +196,7 @@ class Probe:
             except (RuntimeError, ValueError) as error:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
-        with same_buffers(self._model), aside(recorder, sink, relies=self._relies):
+        with same_buffers(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses

@@ -54,7 +54,7 @@ class Watch:
         self.tokens = tokens
         self.key = key
         self.shared = shared
-        self.relies = False  # see Probe.run; the pass took another course than those before
+        self.relies = False  # see Runs; the pass took another course than those before
         self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
@@ -169,6 +169,7 @@ class WatchedRuns:
         self.watch = watch
         self.made_up = made_up
         self.rows = watch.rows
+        self.relies = watch.relies
 
     @property
     def counts(self) -> bool:
@@ -221,6 +222,8 @@ class WatchedRuns:
 
 class LossRuns:
     """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
+
+    relies = False
 
     def __init__(
         self,

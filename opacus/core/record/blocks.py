@@ -23,6 +23,7 @@ from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass
 from opacus.core.record.record import Record
+from opacus.core.record.shared import Shared
 from opacus.core.record.taps import Taps
 from opacus.core.rules.spec import layer_kind
 
@@ -302,7 +303,9 @@ def _put(known: dict[Hashable, int], shapes: Hashable, number: int) -> None:
 
 
 def _grown(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    """The results that get a gradient, one of which may be for a tensor that all samples share."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    return [t for t in leaves if t.requires_grad or isinstance(t, Shared)]
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

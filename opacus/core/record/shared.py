@@ -136,7 +136,7 @@ class Shared(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args) if func in _OF_ITSELF else _run(func, args, kwargs or {})
+            return _run(func, args, kwargs or {})
 
 
 def rows_of_input(tensor: Tensor, scope: Scope) -> Tensor:
@@ -321,9 +321,6 @@ _MEETS = _POINTWISE | frozenset(
 )  # fmt: skip
 # What a row for each sample in front does not change.
 _KEEPS = _POINTWISE | {"to", "dropout"}
-# Whether a tensor needs a gradient, and hooks of its own (FSDP2's). Shared ones need one: a block
-# that gives one is not run again.
-_OF_ITSELF = (Tensor.requires_grad.__get__, Tensor.register_hook)  # type: ignore[attr-defined]
 # No gradient comes back from what these give.
 _ENDS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 

@@ -150,7 +150,7 @@ class WhoseRows:
             RuntimeError: They are not the units in their order, and a checkpoint runs it again.
         """
         spec, one = use.spec, use.forward_pass
-        if recomputed and spec.name in one.moved:
+        if recomputed and one.named is None and spec.name in one.moved:
             raise RuntimeError(
                 f"{spec} is computed again by an activation checkpoint, in a compiled graph, on "
                 "rows that are not the samples in their order, so whose they are is not known: "
