@@ -275,13 +275,17 @@ def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     The accountant records noise multiplier and rate of each step, so that epsilon is right anyhow.
     """
     before = _numbers(saved)
-    for name, value in _numbers(_privacy_parameters(optimizer)).items():
-        if name in before and not _close(before[name], value):
-            warnings.warn(
-                f"the checkpoint was saved with {name} = {before[name]}; the run goes on with "
-                f"{value}, its own setting",
-                stacklevel=4,
-            )
+    changes = [
+        f"{name} = {before[name]} (now {value})"
+        for name, value in _numbers(_privacy_parameters(optimizer)).items()
+        if name in before and not _close(before[name], value)
+    ]
+    if changes:
+        warnings.warn(
+            f"the checkpoint was saved with {', '.join(changes)}; the run goes on with its own "
+            "settings",
+            stacklevel=4,
+        )
 
 
 def _numbers(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,8 @@ def test_other_rates_and_noise_go_on() -> None:
     engine.save_checkpoint(path=file, module=made[0], optimizer=made[1])
     file.seek(0)
     other, again = private(noise_multiplier=2.0, sample_rate=0.5)
-    with pytest.warns(UserWarning, match="noise_multiplier = 1.0"):
+    said = r"sample_rate = 0.25 \(now 0.5\), .*noise_multiplier = 1.0 \(now 2.0\)"
+    with pytest.warns(UserWarning, match=said):
         other.load_checkpoint(path=file, module=again[0], optimizer=again[1])
     step(again)
     assert other.accountant.history == [(1.0, 0.25, 1), (2.0, 0.5, 1)]

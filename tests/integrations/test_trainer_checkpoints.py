@@ -138,7 +138,7 @@ def test_another_batch_size_is_said(tmp_path: Path) -> None:
         "sample_rate = 0.1.* 0.2",
         "noise_multiplier",
     ):
-        assert re.search(f"the checkpoint was saved with {change}", texts), texts
+        assert re.search(f"the checkpoint was saved with .*{change}", texts), texts
     assert [entry[1:] for entry in resumed.privacy_engine.accountant.history] == [
         (0.1, 2),
         (0.2, 4),
