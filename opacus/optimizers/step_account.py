@@ -141,7 +141,11 @@ class CountedOptimizer(WrappedOptimizer):
                 "A state was loaded into the optimizer, but the accountant counts no step, so that "
                 "epsilon is of the coming steps alone. Unless those before were on public data, "
                 "load what they have spent, too: engine.accountant.load_state_dict(), or all by "
-                "engine.save_checkpoint() and load_checkpoint()."
+                "engine.save_checkpoint() and load_checkpoint().%s",
+                " Noise and batches, which come from a seed, are drawn again as in the steps "
+                "before: a difference of two such steps has no noise."
+                if self._parallelism.key.seeded
+                else "",
             )
         if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
             self._parallelism.key.pass_over(steps)
