@@ -22,9 +22,9 @@ from opacus.data.collate import (
 from opacus.data.fixed import PaddedCollate, padded
 from opacus.data.host_loader import HostLoader, loader_settings, switch_generator
 from opacus.data.rates import matching_sample_rate, own_rate
+from opacus.utils.groups import Groups
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
-    Groups,
     UniformWithReplacementSampler,
 )
 

@@ -196,7 +196,10 @@ class EngineSteps(EngineCheckpoints):
         optimizer.plan = settings.plan(rate, sampling, self.accountant.mechanism())
         optimizer.attach_step_hook(self.step_counter(rate, sampling))
         optimizer.sampler = loader.batch_sampler if settings.poisson_sampling else None
-        draws = None if optimizer.sampler is None else optimizer.sampler.draws
+        draws = None
+        if optimizer.sampler is not None:
+            draws = optimizer.sampler.draws
+            optimizer.sampler.follow(optimizer.steps_of_others)
         optimizer.follow(draws, model._unit_names)
 
     def _private_criterion(self, settings: Settings, model: Any, optimizer: Any) -> Any:

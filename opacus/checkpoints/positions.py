@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from opacus.checkpoints.random_state import set_torch_state, torch_state
-from opacus.core.privacy.key import SAMPLING
 from opacus.data.sharding import ShardedBatchSampler
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import POISSON, SystemGenerator
@@ -215,8 +214,7 @@ class LoaderPosition:
             "sources": [source.get_state() for source in self.sources],
         }
         if self._is_poisson:
-            key = self._sampler.key
-            state["pass"] = key.numbers.get(SAMPLING, 0)
+            state["pass"] = self._sampler.next_pass()
         return state
 
 

@@ -315,6 +315,8 @@ class DPOptimizer(
             mark_processed(*[p.grad for p in self._listed if p.grad is not None])
         finally:
             self._listed = None
+            if self.isolation is not None and self.isolation.recorder.attention.waits:
+                self.isolation.recorder.attention.give_back()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear ``p.grad``, ``p.grad_sample`` and, after a real step, ``p.summed_grad``.

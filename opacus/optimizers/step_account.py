@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 from opacus.accountants.step_counter import Count, StepCounter, counts
@@ -133,7 +132,7 @@ class CountedOptimizer(WrappedOptimizer):
         """
         books, known = _books(self._counters), self._known_books
         resumed, self._resumed = self._resumed, False
-        if not resumed and len(books) == len(known) and all(map(is_, books, known)):
+        if not resumed and [*map(id, books)] == [*map(id, known)]:
             return
         self._known_books = books
         steps = max(map(_length, self._counters), default=0)
@@ -142,10 +141,24 @@ class CountedOptimizer(WrappedOptimizer):
                 "A state was loaded into the optimizer, but the accountant counts no step, so that "
                 "epsilon is of the coming steps alone. Unless those before were on public data, "
                 "load what they have spent, too: engine.accountant.load_state_dict(), or all by "
-                "engine.save_checkpoint() and load_checkpoint()."
+                "engine.save_checkpoint() and load_checkpoint().%s",
+                " Noise and batches, which come from a seed, are drawn again as in the steps "
+                "before: a difference of two such steps has no noise."
+                if self._parallelism.key.seeded
+                else "",
             )
         if self._parallelism.correlation is None:  # its numbers say what a sample takes part in
             self._parallelism.key.pass_over(steps)
+
+    def steps_of_others(self) -> int:
+        """Steps that an accountant counts which were loaded into it since the latest step here.
+
+        The sampler asks when a pass begins: batches are drawn before their step.
+        """
+        books, known = _books(self._counters), self._known_books
+        if [*map(id, books)] == [*map(id, known)]:
+            return 0
+        return max(map(_length, self._counters), default=0)
 
     def know_books(self) -> None:
         """The noise's numbers are after the steps that accountants count now."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.data import Sampler
 from opacus.core.kernels.noise.words import words_between
 from opacus.core.privacy.draws import Draws
 from opacus.core.privacy.key import SAMPLING, RunKey, SystemGenerator, reproducible_from_environment
+from opacus.utils.groups import Groups
 
 __all__ = [
     "Coins",
@@ -133,40 +135,6 @@ def _draw_by_gaps(num_samples: int, sample_rate: float, coins: Coins) -> Tensor:
     return torch.cat(chosen)
 
 
-class Groups:
-    """Items dealt out to groups, each by a draw of its own that is the same in all passes.
-
-    Args:
-        count: number of groups.
-        generator: seeded source of the draws; by default the operating system.
-        shared: all ranks of the default process group have rank 0's; a collective call.
-
-    Attributes:
-        key: what they are drawn with. It is no secret, unlike the coins that batches are drawn by.
-        latest: number of the group that the latest step was of; -1 before the first.
-    """
-
-    latest = -1
-
-    def __init__(
-        self, count: int, generator: torch.Generator | None = None, shared: bool = False
-    ) -> None:
-        self._count, self.key = count, RunKey(generator, shared=shared)
-        self.key.agree()
-        self._of: tuple[bytes, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return self._count
-
-    def of(self, size: int) -> Tensor:
-        """The group of each of so many items, int, shape `[size]`."""
-        key = self.key.stream(SAMPLING, "parts")
-        if self._of is None or self._of[0] != key:
-            words = words_between(0, size, key, 0, self.key.secure)
-            self._of = key, words.remainder(self._count).int()
-        return self._of[1]
-
-
 class _Keyed(Sampler[list[int]]):
     """A sampler whose coins come from a key, and whose passes have numbers that are never reused.
 
@@ -191,6 +159,7 @@ class _Keyed(Sampler[list[int]]):
     most: int | None = None
     groups: Groups | None = None
     first = 0  # batch of the next pass
+    _steps_of_others: weakref.WeakMethod[Callable[[], int]] | None = None
 
     def _set_key(self, generator: torch.Generator | None) -> None:
         if self.cyclic:
@@ -231,6 +200,24 @@ class _Keyed(Sampler[list[int]]):
         if self.groups is not None:
             self.groups = Groups(len(self.groups), self._generator, shared=True)
 
+    def follow(self, steps_of_others: Callable[[], int]) -> None:
+        """Draw no pass again of a run whose steps were loaded into the accountant.
+
+        Args:
+            steps_of_others: Method that tells their number.
+        """
+        self._steps_of_others = weakref.WeakMethod(steps_of_others)
+
+    def next_pass(self) -> int:
+        """Number of the pass that begins next."""
+        told = None if self._steps_of_others is None else self._steps_of_others()
+        if told is not None and self.groups is None and not self.cyclic:
+            self.key.pass_over(told())
+        return self.key.numbers.get(SAMPLING, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps_of_others": None}  # a copy has no optimizer
+
     def repeat(self, number: int) -> None:
         """The next pass is pass ``number`` again, to go on in the middle of it."""
         self._again = number
@@ -238,6 +225,8 @@ class _Keyed(Sampler[list[int]]):
     def _pass(self, epoch: int = 0) -> Iterator[Coins]:
         """The coins of each batch of a new pass."""
         again, self._again = self._again, None
+        if again is None:
+            self.next_pass()
         number = self.key.advance(SAMPLING) if again is None else again
         start, self.first = self.first, 0
         if self.groups is None:

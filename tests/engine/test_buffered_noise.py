@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from opacus import CorrelatedNoise, PrivacyEngine
 from opacus.core.kernels.noise.gaussian import grid_of
-from opacus.utils.uniform_sampler import Groups, UniformWithReplacementSampler
+from opacus.utils.groups import Groups
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from tests.helpers.correlated import (
     BANDED,
     BATCHES,

@@ -204,3 +204,21 @@ def test_a_clipping_norm_that_training_moves_goes_on(kind: str, tmp_path: Path) 
     resumed.engine.load_checkpoint(path=tmp_path / "run.pt", **resumed.parts)
     assert resumed.optimizer.max_grad_norm == moved
     assert resumed.module.max_grad_norm == moved if kind == "ghost" else True
+
+
+@pytest.mark.parametrize("passes_without_steps", [0, 3])
+def test_a_history_that_is_loaded_alone_starts_no_sampling_again(passes_without_steps: int) -> None:
+    first, resumed = Run(), Run()
+    for _ in range(passes_without_steps):
+        next(iter(first.loader))
+    before = first.train()[0] + first.train()[0]
+    resumed.module.load_state_dict(first.module.state_dict())
+    resumed.engine.accountant.load_state_dict(first.engine.accountant.state_dict())
+    after = [batch for _ in range(8) for batch in resumed.train()[0]]
+    assert len(before) == 8 and len(after) == 32
+    passes = {str(batches[i : i + 4]) for batches in (before, after) for i in range(0, 8, 4)}
+    assert len(passes) == 4
+    assert not {str(b) for b in before if len(b) > 2} & {str(b) for b in after if len(b) > 2}
+    again = Run()  # and it can be repeated
+    again.engine.accountant.load_state_dict(first.engine.accountant.state_dict())
+    assert again.train()[0] == after[:4]

@@ -170,10 +170,11 @@ class RunKey:
         """Give out no number that so many steps before may have had with this key, if seeded.
 
         A step has a count for each of its physical batches, of which there are fewer than 2^20.
+        Passes over the data, some of them left before a step, are taken to be at most 16 a step.
         """
         if not self.seeded:
             return
-        self.at_least({NOISE: steps, COUNT: steps << 20})
+        self.at_least({NOISE: steps, COUNT: steps << 20, SAMPLING: steps << 4})
 
     def renew(self) -> None:
         """A new key from the operating system; the numbers go on."""

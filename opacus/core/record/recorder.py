@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from opacus.core.platform.attention import AttentionPlans
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import (
+    number_of_backward,
     outside_graphs,
     prepare_for_graphs,
     renumber,
@@ -53,6 +54,9 @@ class Recorder(Taps):
         layers: The layers to tap.
         sink: Called in the backward pass, without gradient tracking.
         batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
+
+    Attributes:
+        attention: Which attention forward passes may take.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Recorder(Taps):
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
-        self._attention = AttentionPlans()
+        self.attention = AttentionPlans()
         self._own_checkpoints = OwnCheckpoints(root.modules())
         self.handles.append(self._own_checkpoints)
         prepare_for_graphs(PLAIN)
@@ -117,7 +121,7 @@ class Recorder(Taps):
         while self.handles:
             self.handles.pop().remove()
         self.passes.forget()
-        self._attention.give_back()
+        self.attention.give_back()
 
     def put_back(self) -> None:
         """The parameters are in their places again, after a forward pass that was interrupted."""
@@ -159,8 +163,9 @@ class Recorder(Taps):
             return None
         passes, inputs, self.ours = self.passes, (args, kwargs), True
         current, recorded = passes.begin(inputs), self.active(module)
-        if torch.cuda.is_initialized() and len(current.generation.calls) == 1:
-            self._attention.choose((*args, *kwargs.values()) if recorded else None)
+        alone = len(current.generation.calls) == 1
+        if torch.cuda.is_initialized() and alone and number_of_backward() < 0:
+            self.attention.choose((*args, *kwargs.values()) if recorded else None)
         if passes.named is not None and recorded:
             self.reached.note(current)
         if current.batch == 0 and recorded:
@@ -187,6 +192,8 @@ class Recorder(Taps):
         if self.reached.noted:
             self.reached.end(output)
         self.end_lone()
+        if output is None and number_of_backward() < 0:
+            self.attention.give_back()
         if output is None:
             self.whose.repeats.explain(sys.exc_info()[1])
         self.whose.end(output, ended)
