@@ -62,13 +62,19 @@ class TokenRuns(WatchedRuns):
         row, kept = self._kept(places[0])
         args, kwargs = self._alone(watch.chosen[row], kept, len(places))
         leaves = self._outputs(args, kwargs)
-        tensors, grads = [], []
+        tensors, grads = self._of_scalars(leaves, len(places) / _units(watch.tokens))
         for place, cotangent in watch.cotangents.items():
             own = self._of_tokens(cotangent[row], kept, self._pieces[row, kept] == places[0])
             leaf = output_at(leaves, place, cotangent.dim() - 1)
             tensors.append(leaf)
             grads.append(fitted(torch.cat([own] * len(places)).to(leaf.device), leaf))
         return tensors, grads
+
+    def _share(self, places: Sequence[int]) -> float:
+        watch = self.watch
+        assert watch.tokens is not None
+        rows = [watch.chosen[place] for place in places]
+        return _units(watch.tokens[rows]) / _units(watch.tokens)
 
     def _is_whole(self, places: Sequence[int]) -> bool:
         return len(set(places)) == self.count
@@ -117,7 +123,7 @@ def why_not(watch: Watch) -> str:
     """
     assert watch.tokens is not None
     tokens = watch.tokens.shape[1]
-    if not watch.rows.batch_first or watch.scalars:
+    if not watch.rows.batch_first:
         return "its rows hold several samples each, and its outputs are not those of tokens"
     for place, cotangent in watch.cotangents.items():
         shape = tuple(cotangent.shape[1:])  # of a row
@@ -127,6 +133,10 @@ def why_not(watch: Watch) -> str:
         if tensor.dim() == 3 and tensor.is_floating_point() and _is_mask(tensor, tokens):
             return "a mask of its tokens cannot be told from as many features of them"
     return "" if bool((watch.tokens[watch.chosen] >= 0).any()) else "its rows are nobody's"
+
+
+def _units(ids: Tensor) -> int:
+    return len(ids[ids >= 0].unique())
 
 
 def _is_mask(tensor: Tensor, tokens: int) -> bool:
