@@ -33,6 +33,7 @@ class TokenRuns(WatchedRuns):
     def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__(model, watch)
         assert watch.tokens is not None
+        self._tokens = watch.tokens
         ids = watch.tokens[watch.chosen]
         self._width = int(ids.max()) + 1  # more than any unit of the batch
         rows = torch.arange(len(ids), device=ids.device)[:, None]
@@ -62,7 +63,7 @@ class TokenRuns(WatchedRuns):
         row, kept = self._kept(places[0])
         args, kwargs = self._alone(watch.chosen[row], kept, len(places))
         leaves = self._outputs(args, kwargs)
-        tensors, grads = self._of_scalars(leaves, len(places) / _units(watch.tokens))
+        tensors, grads = self._of_scalars(leaves, len(places) / _units(self._tokens))
         for place, cotangent in watch.cotangents.items():
             own = self._of_tokens(cotangent[row], kept, self._pieces[row, kept] == places[0])
             leaf = output_at(leaves, place, cotangent.dim() - 1)
@@ -71,10 +72,8 @@ class TokenRuns(WatchedRuns):
         return tensors, grads
 
     def _share(self, places: Sequence[int]) -> float:
-        watch = self.watch
-        assert watch.tokens is not None
-        rows = [watch.chosen[place] for place in places]
-        return _units(watch.tokens[rows]) / _units(watch.tokens)
+        rows = [self.watch.chosen[place] for place in places]
+        return _units(self._tokens[rows]) / _units(self._tokens)
 
     def _is_whole(self, places: Sequence[int]) -> bool:
         return len(set(places)) == self.count
