@@ -404,8 +404,9 @@ def _explained(
     causes = []
     if tokens:
         causes.append(
-            "samples of one row that see each other (attention without a mask by document, "
-            "positions counted from the start of the row)"
+            "samples of one row that see each other (attention without a mask by document: "
+            "transformers needs position_ids, no attention_mask and use_cache=False; positions "
+            "counted from the start of the row)"
         )
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         causes.append("batch statistics (batch normalisation)")

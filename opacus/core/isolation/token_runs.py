@@ -33,6 +33,7 @@ class TokenRuns(WatchedRuns):
     def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__(model, watch)
         assert watch.tokens is not None
+        self._tokens = watch.tokens
         ids = watch.tokens[watch.chosen]
         self._width = int(ids.max()) + 1  # more than any unit of the batch
         rows = torch.arange(len(ids), device=ids.device)[:, None]
@@ -62,13 +63,17 @@ class TokenRuns(WatchedRuns):
         row, kept = self._kept(places[0])
         args, kwargs = self._alone(watch.chosen[row], kept, len(places))
         leaves = self._outputs(args, kwargs)
-        tensors, grads = [], []
+        tensors, grads = self._of_scalars(leaves, len(places) / _units(self._tokens))
         for place, cotangent in watch.cotangents.items():
             own = self._of_tokens(cotangent[row], kept, self._pieces[row, kept] == places[0])
             leaf = output_at(leaves, place, cotangent.dim() - 1)
             tensors.append(leaf)
             grads.append(fitted(torch.cat([own] * len(places)).to(leaf.device), leaf))
         return tensors, grads
+
+    def _share(self, places: Sequence[int]) -> float:
+        rows = [self.watch.chosen[place] for place in places]
+        return _units(self._tokens[rows]) / _units(self._tokens)
 
     def _is_whole(self, places: Sequence[int]) -> bool:
         return len(set(places)) == self.count
@@ -117,7 +122,7 @@ def why_not(watch: Watch) -> str:
     """
     assert watch.tokens is not None
     tokens = watch.tokens.shape[1]
-    if not watch.rows.batch_first or watch.scalars:
+    if not watch.rows.batch_first:
         return "its rows hold several samples each, and its outputs are not those of tokens"
     for place, cotangent in watch.cotangents.items():
         shape = tuple(cotangent.shape[1:])  # of a row
@@ -127,6 +132,10 @@ def why_not(watch: Watch) -> str:
         if tensor.dim() == 3 and tensor.is_floating_point() and _is_mask(tensor, tokens):
             return "a mask of its tokens cannot be told from as many features of them"
     return "" if bool((watch.tokens[watch.chosen] >= 0).any()) else "its rows are nobody's"
+
+
+def _units(ids: Tensor) -> int:
+    return len(ids[ids >= 0].unique())
 
 
 def _is_mask(tensor: Tensor, tokens: int) -> bool:

@@ -196,11 +196,7 @@ class WatchedRuns:
         if self.made_up:
             used = [leaf for leaf in leaves if _has_graph(leaf)]
             return used, [torch.ones_like(leaf) for leaf in used]
-        tensors, grads = [], []
-        for place, gradient in watch.scalars.items():
-            share = len(places) / self.rows.units if watch.shared else 1.0
-            tensors.append(output_at(leaves, place, 0))
-            grads.append((gradient * share).to(tensors[-1]).reshape(tensors[-1].shape))
+        tensors, grads = self._of_scalars(leaves, self._share(places))
         for place, cotangent in watch.cotangents.items():
             leaf = output_at(leaves, place, cotangent.dim() - 1)
             each = cotangent.shape[1]
@@ -210,6 +206,20 @@ class WatchedRuns:
             own = torch.stack([cotangent[place].to(front.device) for place in places])
             tensors.append(front)
             grads.append(fitted(own.flatten(0, 1), front))
+        return tensors, grads
+
+    def _share(self, places: Sequence[int]) -> float:
+        """The part of the batch's units that these rows have."""
+        return len(places) / self.rows.units
+
+    def _of_scalars(self, leaves: list[Any], share: float) -> Start:
+        """The scalar outputs, and their gradients for this share of the batch's units."""
+        tensors, grads = [], []
+        for place, gradient in self.watch.scalars.items():
+            scalar = output_at(leaves, place, 0)
+            own = gradient * share if self.watch.shared else gradient
+            tensors.append(scalar)
+            grads.append(own.to(scalar).reshape(scalar.shape))
         return tensors, grads
 
     def _outputs(self, args: Any, kwargs: Any) -> list[Any]:
@@ -276,7 +286,7 @@ def _choose(norms: list[float], count: int) -> list[int]:
     if len(finite) <= count:
         return finite
     order = sorted(finite, key=lambda i: (norms[i] == 0, norms[i]))
-    ends = [max(finite, key=lambda i: norms[i]), order[0]][:count]
+    ends = list(dict.fromkeys([max(finite, key=lambda i: norms[i]), order[0]]))[:count]
     others = [i for i in finite if i not in ends]
     return ends + random.Random(len(norms)).sample(others, count - len(ends))
 

@@ -87,6 +87,8 @@ def record_by_unit(
         borrowed: See :class:`Record`.
     """
     forward_pass, name = use.forward_pass, use.spec.name
+    named = forward_pass.named
+    of_tokens = named is not None and named.ids.dim() == 2  # a mean over units, not over rows
     inputs = [t.detach() for t in tensors]
     layer, spec, activations, backprops = regrouped(
         use.layer, use.spec, units, use.rebuild, inputs, grads, use.buffers
@@ -97,7 +99,7 @@ def record_by_unit(
         activations=activations,
         backprops=backprops,
         rows=units.count,
-        averaged=forward_pass.batch,
+        averaged=None if of_tokens else forward_pass.batch,
         reused=forward_pass.generation.uses.get(name, 0) > 1,
         generation=forward_pass.generation,
         forward_pass=forward_pass,
