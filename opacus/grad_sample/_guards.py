@@ -99,7 +99,9 @@ class Guards:
         others = {
             owner
             for owner, new, known in zip(owners, self._parameters(), self._known, strict=True)
-            if new is not None and new is not known and is_dtensor(new) == is_dtensor(known)
+            if isinstance(new, nn.Parameter)  # others are lent for a call (functional_call)
+            and new is not known
+            and is_dtensor(new) == is_dtensor(known)
         }
         names = sorted(others if self._held is None else others & self._held)
         if names:

@@ -108,6 +108,16 @@ def test_after_a_forward_pass_that_failed(mode: str) -> None:
         run.step()
 
 
+def test_tensors_that_are_lent_for_a_call() -> None:
+    """As `torch.func.functional_call` does with values of other runs."""
+    run = Run(model(), "hooks")
+    run.step()
+    lent = {name: torch.zeros_like(p) for name, p in run.module.named_parameters()}
+    out = torch.func.functional_call(run.module, lent, torch.randn(2, 4))
+    assert not out.any()
+    run.step()
+
+
 def sharded(rank: int, world_size: int, mode: str) -> list[str]:
     errors = []
     for replace in WAYS[:3]:

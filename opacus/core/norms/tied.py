@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms import tied
-from opacus.core.kernels.norms.trusted import TRUSTED
+from opacus.core.kernels.norms.reference import trusted
 from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.rules.embedding import EmbeddingRule
@@ -63,7 +63,8 @@ def norms_of(pair: Pair) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         for name, value in rest.items():
             others.setdefault(name, []).append(value)
     total, size = torch.cat(parts, dim=1)
-    known = (total > TRUSTED * size) | (size == 0)
+    share = max(trusted(pair.table.backprops), trusted(pair.head.activations[0]))
+    known = (total > share * size) | (size == 0)
     return total, ~known, {name: torch.cat(values) for name, values in others.items()}
 
 

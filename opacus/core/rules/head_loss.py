@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, live, sweep
-from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm
+from opacus.core.kernels.norms.reference import in_tf32, sums_and_sizes, wide_bmm
 from opacus.core.kernels.norms.reference import wide_dtype as _wide
 from opacus.core.kernels.norms.tied import Heads
 from opacus.core.kernels.norms.trusted import TRUSTED
@@ -108,7 +108,7 @@ class HeadLossRule(LayerRule):
         weight, bias = backprops.new_zeros(2, batch, dtype=_wide(backprops))
         if "bias" in spec.params:
             wanted.norm_sq_bias = bias
-        if "weight" in spec.params and tokens < d:
+        if "weight" in spec.params and tokens < d and not in_tf32(head.hidden):
             wanted.gram = weight.new_zeros(batch, tokens, tokens)
         elif "weight" in spec.params:
             wanted.norm_sq = weight

@@ -159,6 +159,41 @@ def test_the_chooser_decides_the_path(path: str, monkeypatch: pytest.MonkeyPatch
     assert calls == [path]
 
 
+def test_tf32_takes_no_products_that_may_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens whose parts cancel to a tenth: percents of it are lost by 11 bits a factor."""
+    calls: list[str] = []
+    gram = reference.gram_norms_sq
+    monkeypatch.setattr(
+        reference, "gram_norms_sq", lambda pairs: calls.append("gram") or gram(pairs)
+    )
+    pair = torch.randn(2, 8, 256), torch.randn(2, 8, 256)
+    want = reference.products_norm_sq([pair])[0]
+    assert calls == ["gram"] and reference.trusted(pair[0]) == 2**-7
+    monkeypatch.setattr(reference, "in_tf32", lambda tensor: True)
+    got = reference.product_norm_sq(*pair), *reference.products_norm_sq([pair])
+    assert calls == ["gram"] and reference.trusted(pair[0]) == 2**-2
+    for one in got:
+        torch.testing.assert_close(one, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_norms_where_the_program_allows_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    a, g = torch.randn(4, 2, 512, device="cuda"), torch.randn(4, 2, 512, device="cuda")
+    a[:, 1], g[:, 1] = a[:, 0], -g[:, 0] * 0.8  # of what cancels, an eightieth is left
+    want = torch.einsum("btd,btp->bdp", a.double(), g.double()).square().sum((1, 2))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert reference.in_tf32(a) and not reference.in_tf32(a.bfloat16())
+        got = reference.product_norm_sq(a, g)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert not reference.in_tf32(a)
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0)
+
+
 def lookups(ids: Tensor, d: int = 4) -> tuple[Tensor, Tensor, Tensor, int]:
     """Arguments of ``table_norm_sq`` for ids ``[B, T]``."""
     batch, tokens = ids.shape
