@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.norms import tied
-from opacus.core.kernels.norms.reference import trusted
+from opacus.core.kernels.norms.trusted import trusted
 from opacus.core.platform.sizes import CHUNK_ELEMENTS
 from opacus.core.record.record import Record
 from opacus.core.rules.embedding import EmbeddingRule

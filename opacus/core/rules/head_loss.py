@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, live, sweep
-from opacus.core.kernels.norms.reference import in_tf32, sums_and_sizes, wide_bmm
+from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm
 from opacus.core.kernels.norms.reference import wide_dtype as _wide
 from opacus.core.kernels.norms.tied import Heads
-from opacus.core.kernels.norms.trusted import TRUSTED
+from opacus.core.kernels.norms.trusted import TRUSTED, in_tf32
 from opacus.core.rules.base import LayerRule, Use, scale_rows, unsupported
 from opacus.core.rules.grouping import check_rows_of_units, grouped_tokens
 from opacus.core.rules.spec import LayerSpec

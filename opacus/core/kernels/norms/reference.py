@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
-from opacus.core.kernels.norms.trusted import TRUSTED, TRUSTED_IN_TF32
+from opacus.core.kernels.norms.trusted import TRUSTED, in_tf32
 from opacus.core.platform.sizes import (
     CHUNK_ELEMENTS,
     GROUP_ELEMENTS,
@@ -47,20 +47,6 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def widen(tensor: Tensor) -> Tensor:
     """At least fp32: sums of squares of half precision over- and underflow."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def in_tf32(tensor: Tensor) -> bool:
-    """Whether products with this tensor keep 11 bits of fp32, as the program allows (TF32).
-
-    Where terms cancel, as in Gram matrices' products, what is lost can be percents of a norm.
-    """
-    wide = tensor.is_cuda and tensor.dtype == torch.float32
-    return wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def trusted(tensor: Tensor) -> float:
-    """The share of its terms' absolute values above which a sum of products is trusted."""
-    return TRUSTED_IN_TF32 if in_tf32(tensor) else TRUSTED
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opacus.core.kernels.norms import reference
+from opacus.core.kernels.norms import reference, trusted
 
 SMALL = [1, 3, 20, 57, 1 << 26]
 
@@ -168,10 +168,11 @@ def test_tf32_takes_no_products_that_may_cancel(monkeypatch: pytest.MonkeyPatch)
     )
     pair = torch.randn(2, 8, 256), torch.randn(2, 8, 256)
     want = reference.products_norm_sq([pair])[0]
-    assert calls == ["gram"] and reference.trusted(pair[0]) == 2**-7
-    monkeypatch.setattr(reference, "in_tf32", lambda tensor: True)
+    assert calls == ["gram"] and trusted.trusted(pair[0]) == 2**-7
+    for module in (reference, trusted):
+        monkeypatch.setattr(module, "in_tf32", lambda tensor: True)
     got = reference.product_norm_sq(*pair), *reference.products_norm_sq([pair])
-    assert calls == ["gram"] and reference.trusted(pair[0]) == 2**-2
+    assert calls == ["gram"] and trusted.trusted(pair[0]) == 2**-2
     for one in got:
         torch.testing.assert_close(one, want)
 
@@ -186,11 +187,11 @@ def test_norms_where_the_program_allows_tf32(monkeypatch: pytest.MonkeyPatch) ->
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert reference.in_tf32(a) and not reference.in_tf32(a.bfloat16())
+        assert trusted.in_tf32(a) and not trusted.in_tf32(a.bfloat16())
         got = reference.product_norm_sq(a, g)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    assert not reference.in_tf32(a)
+    assert not trusted.in_tf32(a)
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0)
 
 
