@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opacus.core.platform.torch_internals import outside_graphs
 from opacus.core.record.named import NamedUnits
 from opacus.core.step.arithmetic import ARITHMETIC, combined
 from opacus.core.step.loss_scale import SCALING, calling_scaler
@@ -255,6 +256,7 @@ class DPLossFastGradientClipping:
         if module.book_keeping:
             optimizer.overwrite_sums()
 
+    @outside_graphs
     def __call__(
         self, *args: Any, shape: Any = None, **kwargs: Any
     ) -> DPTensorFastGradientClipping:

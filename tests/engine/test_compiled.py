@@ -596,3 +596,11 @@ def test_compiled_blocks_on_a_gpu(mode: str, how: str) -> None:
         block.compile(mode=how)
     for _ in range(4):  # CUDA graphs begin with the third call
         assert_close(gradient(private, inputs, targets), want, 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_a_criterion_that_is_compiled_after_make_private_gives_the_same(mode: str) -> None:
+    eager, (model, optimizer, loss) = net(mode, compiled=None), net(mode, compiled=None)
+    private = model, optimizer, torch.compile(loss, backend="aot_eager")
+    data = tokens_and_classes()
+    assert_close(gradient(private, *data), gradient(eager, *data))

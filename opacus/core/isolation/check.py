@@ -27,9 +27,10 @@ Note [What is switched off]
 
 Note [When]
     At the first step; at the first batch of a new structure (see
-    :func:`~opacus.core.isolation.unit_slices.structure`), and after a forward pass that took
-    another course (see :mod:`opacus.core.record.course`), as often as a share of all steps allows;
-    and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
+    :func:`~opacus.core.isolation.unit_slices.structure`); at the first one whose rows could not be
+    followed, nor are known from others; and after a forward pass that took another course (see
+    :mod:`opacus.core.record.course`), as often as a share of all steps allows; after a batch that
+    was refused; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
     number of steps, and for a new structure by meeting in the store, where only ranks go that
     see one.
 
@@ -95,6 +96,10 @@ class Schedule:
     def new(self, key: Hashable) -> bool:
         """Whether the structure is new, and checks have not taken too much time so far."""
         return key not in self.known and self.checks - self.free < 16 + self.steps // 500
+
+    def doubt(self) -> None:
+        """A batch was refused: the next ones are checked, too, until one is not."""
+        self.latest = -self.interval
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -193,7 +198,7 @@ class Isolation:
         if units is None or (units == 0 and self.ranks is None):
             return
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
-        key = form, recorder.whose.flags.state
+        key = form, recorder.whose.flags.state, recorder.whose.guesses
         self._call = inputs, units, key
         if any(w.key == key and (w.received or self.ranks) for w in self._pending):
             return  # one forward pass of each structure
@@ -292,6 +297,7 @@ class Isolation:
             for watch in pending:
                 refusal = self._checked(watch, refusal)
             if refusal is not None:
+                self.schedule.doubt()
                 raise IsolationError(refusal)
         finally:
             self.schedule.steps += 1

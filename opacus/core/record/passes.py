@@ -96,6 +96,8 @@ class ForwardPass:
         long: Layers that ran in eager code on many tokens of each sample.
         hidden: Units of each use of a layer without gradients, as reentrant checkpoints let them
             run; a text says why they are unknown.
+        in_graphs: Rows of each use of a layer in a compiled graph, where the call was followed;
+            a checkpoint that runs the graph again finds them here.
     """
 
     generation: Generation
@@ -110,6 +112,7 @@ class ForwardPass:
     kinds: set[tuple[str, int]] = field(default_factory=set)
     long: set[str] = field(default_factory=set)
     hidden: Hidden = field(default_factory=dict)
+    in_graphs: dict[str, list[Units | None]] = field(default_factory=dict)
 
     def reach(self) -> None:
         """A backward pass has come here."""

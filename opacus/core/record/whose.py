@@ -16,7 +16,7 @@ from opacus.core.record.passes import ForwardPass, Hidden
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
 from opacus.core.record.record import Use, differentiable
 from opacus.core.record.shared import Scope
-from opacus.core.record.trail import Follower, NobodysRowsError, can_follow
+from opacus.core.record.trail import Follower, NobodysRowsError, can_follow, same_uses
 from opacus.core.record.trail.mode import Trail
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
@@ -35,6 +35,8 @@ class WhoseRows:
     Attributes:
         flags: Of the model.
         course: Of the latest forward pass.
+        guesses: Whether the latest one of several samples could not be followed, and nothing is
+            known of its like.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -46,7 +48,7 @@ class WhoseRows:
         self.course = Course()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
-        self.asked = False
+        self.asked = self.guesses = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
@@ -86,6 +88,7 @@ class WhoseRows:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
             self.course.expect(self._follower.structure)
+            self.guesses = asks is None
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
@@ -140,29 +143,42 @@ class WhoseRows:
         elif use.forward_pass.batch == 1 and outputs[0].dim():
             use.units = only_unit(outputs[0].shape, use.batch_dim)
         if named is not None:
-            use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
+            with self._follower.aside():
+                use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
 
     def place_compiled(self, use: Use, output: Tensor, *, recomputed: bool) -> None:
         """Find out whose the rows of a layer's output are, which runs in a compiled graph.
 
         Raises:
-            RuntimeError: They are not the units in their order, and a checkpoint runs it again.
+            RuntimeError: A checkpoint runs it again, and it was used on different rows.
         """
         spec, one = use.spec, use.forward_pass
-        if recomputed and one.named is None and spec.name in one.moved:
-            raise RuntimeError(
-                f"{spec} is computed again by an activation checkpoint, in a compiled graph, on "
-                "rows that are not the samples in their order, so whose they are is not known: "
-                "leave that part of the model uncompiled, or out of checkpoints"
-            )
         by_token = one.named is not None and one.named.ids.dim() == 2
-        if self._follows and not recomputed and not by_token:
+        if recomputed:
+            use.units = self._units_again(spec, one)
+        elif self._follows and not by_token:
             use.units = self._follower.units_of(spec, [], output, use.batch_dim)
-            if use.units is not None:
-                one.moved.add(spec.name)
+            one.in_graphs.setdefault(spec.name, []).append(use.units)
         if one.named is not None:
-            use.units = one.named.of_layer(spec, use.units, output, use.batch_dim)
+            with self._follower.aside():
+                use.units = one.named.of_layer(spec, use.units, output, use.batch_dim)
+
+    @staticmethod
+    def _units_again(spec: LayerSpec, one: ForwardPass) -> Units | None:
+        """The rows of a layer in a compiled graph that a checkpoint runs again, in this call.
+
+        Raises:
+            RuntimeError: They differ between the uses of the layer, so that it is not known which.
+        """
+        found = one.in_graphs.get(spec.name, [])
+        if not same_uses({spec.name: found[1:]}, {spec.name: found[:-1]}):
+            raise RuntimeError(
+                f"{spec} is computed again by an activation checkpoint, in a compiled graph, and "
+                "was used several times, on rows that are not the same samples, so whose they are "
+                "is not known: leave that part of the model uncompiled, or out of checkpoints"
+            )
+        return found[0] if found else None
 
     def sharing(self, use: Use, outputs: Sequence[Tensor]) -> Scope | None:
         """The forward pass, if it is known that all samples share a layer's output.

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -251,6 +252,10 @@ class Follower:
         if rows % self._count:
             self.ran_otherwise(spec)
         return Units(self._count, block=rows // self._count)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Operations in it are not the model's."""
+        return nullcontext() if self._trail is None else self._trail.aside()
 
     def ran_otherwise(self, layer: LayerSpec | str) -> None:
         """The model did not do what it did before on inputs of this structure.

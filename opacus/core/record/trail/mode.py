@@ -13,7 +13,8 @@ Note [The trail]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,9 +121,15 @@ class Trail(SharedTensors, TorchDispatchMode):
                 and they are not as many.
             NobodysRowsError: They are computed from no input.
         """
+        with self.aside():
+            return self._layer(spec, inputs, output, batch_dim)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operations in it are not the model's."""
         self._aside = True
         try:
-            return self._layer(spec, inputs, output, batch_dim)
+            yield
         finally:
             self._aside = False
 
