@@ -51,6 +51,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation.losses import Criterion, coupled_loss
+from opacus.core.isolation.messages import ELSEWHERE, INCOMPARABLE, UNSEEN, explained
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
@@ -63,12 +64,11 @@ from opacus.core.ranks.mesh import ModelRanks
 from opacus.core.record.recorder import Recorder
 
 VARIABLE = "OPACUS_ISOLATION_CHECK"
-# Times that a rank waits for the others because of another course, which was due to its own data.
-MOST_ALONE = 4
-_ELSEWHERE = (
-    "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
-    "was released"
-)
+# Times that ranks together wait for others that took the same course as before, each at least once:
+# another course was due to a rank's own data then.
+MOST_ALONE = 8
+# Seconds that a rank waits for others to see the same new structure, or the same other course.
+_STRUCTURE_WAIT, _COURSE_WAIT = 5.0, 0.5
 
 
 class IsolationError(RuntimeError):
@@ -194,7 +194,7 @@ class Isolation:
         inputs = (args, kwargs)
         units = number_of_units(inputs, recorder.passes.latest_batch, self.batch_first)
         if units is None:
-            self._warn(_UNSEEN.format("was called with no tensor"))
+            self._warn(UNSEEN.format("was called with no tensor"))
         if units is None or (units == 0 and self.ranks is None):
             return
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
@@ -221,20 +221,21 @@ class Isolation:
         call, self._call = self._call, None
         watch, self._watch = self._watch, None
         course = self.recorder.whose.course.new
-        if watch is None and course and self._alone < MOST_ALONE:
+        ranks = 1 if self.ranks is None else self.ranks.count
+        if watch is None and course and self._alone < max(1, MOST_ALONE // ranks):
             self.schedule.free += self.recorder.whose.course.compiled
             key = call[2], "another course", self.schedule.steps
-            watch = self._watched(*call[:2], key) if self._due(key) else None
+            watch = self._watched(*call[:2], key) if self._due(key, _COURSE_WAIT) else None
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
         watch.relies = course
         self._pending.append(watch)
         if not tensors_of(output):
-            self._warn(_UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
+            self._warn(UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
         return watch.gate(output)
 
-    def _due(self, key: Hashable) -> bool:
+    def _due(self, key: Hashable, wait: float = _STRUCTURE_WAIT) -> bool:
         schedule = self.schedule
         if self._meetings is None or schedule.periodic():
             return schedule.due(key)
@@ -242,7 +243,7 @@ class Isolation:
             return False
         schedule.known.add(key)  # ranks that do not see it are not asked again
         label = f"{schedule.steps}/{len(self._pending)}/{self._call is None}"
-        outcome = self._meetings.meet(label, repr(key), 5.0)
+        outcome = self._meetings.meet(label, repr(key), wait)
         return outcome.agreed
 
     # --- the criterion ---
@@ -319,7 +320,7 @@ class Isolation:
         except IncomparableError as reason:
             raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
         if self._any_rank(bool(found)):
-            text = _explained(found[0], self.model, runs.count) if found else _ELSEWHERE
+            text = explained(found[0], self.model, runs.count) if found else ELSEWHERE
             raise IsolationError(text)
 
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
@@ -334,13 +335,13 @@ class Isolation:
                 watch.rows = replace(watch.rows, squares=False)
                 found = self._probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
-            self._warn(_INCOMPARABLE.format(reason))
+            self._warn(INCOMPARABLE.format(reason))
         if found:
-            refusal = refusal or _explained(
+            refusal = refusal or explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None
             )
         if self._any_rank(refusal is not None):
-            return refusal or _ELSEWHERE
+            return refusal or ELSEWHERE
         self.schedule.note(watch.key)
         return None
 
@@ -350,7 +351,7 @@ class Isolation:
         reason = why_not(watch) if usable and watch.tokens is not None else ""
         if reason:
             usable = False
-            self._warn(_INCOMPARABLE.format(reason))
+            self._warn(INCOMPARABLE.format(reason))
         if self.ranks is not None:
             made_up = 2 if watch.tokens is None else 1
             return self._real_runs(watch) if usable else WatchedRuns(self.model, watch, made_up)
@@ -382,54 +383,3 @@ class Isolation:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watch": None, "_call": None, "_pending": [], "_refusal": None}
-
-
-_UNSEEN = (
-    "the model {} that could be found: nothing checks whether a sample's gradient depends on other "
-    "samples of its batch. Use tensors, in lists, tuples, dictionaries or dataclasses"
-)
-
-
-_INCOMPARABLE = (
-    "whether a sample's gradient depends on the other samples of its batch cannot be checked for "
-    "this model: {}. See opacus.check_isolation"
-)
-
-
-def _explained(
-    found: Difference,
-    model: nn.Module,
-    together: int,
-    scalars: bool = False,
-    tokens: bool = False,
-) -> str:
-    """The message of a difference, with its likely causes."""
-    end = "Nothing was released."
-    if found.unit < 0:
-        return f"in a run on {together} samples of the batch: {found.where}. {end}"
-    causes = []
-    if tokens:
-        causes.append(
-            "samples of one row that see each other (attention without a mask by document: "
-            "transformers needs position_ids, no attention_mask and use_cache=False; positions "
-            "counted from the start of the row)"
-        )
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        causes.append("batch statistics (batch normalisation)")
-    if scalars:
-        causes.append("a mean over the tokens of the batch in the model's own loss")
-        causes.append("a load-balancing loss")
-    causes += [
-        "rows of a layer that are not samples in their order (sorted, routed, time first)",
-        "a parameter that is used outside its layer",
-        "a contrastive or normalised loss",
-        "batch statistics",
-        "capacity limits of experts",
-        "tensorwise float8 scales",
-    ]
-    return (
-        f"the gradient of sample {found.unit} is not its own, first at {found.where}: its norm is "
-        f"{found.together:.4g} in a batch of {together} and {found.alone:.4g} alone, so "
-        f"what is clipped is not what the sample contributes. {end} Likely causes: "
-        f"{'; '.join(dict.fromkeys(causes))}"
-    )

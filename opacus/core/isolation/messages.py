@@ -1,0 +1,59 @@
+"""What the isolation check says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from opacus.core.isolation.probe import Difference
+
+ELSEWHERE = (
+    "another rank found that a sample's gradient depends on other samples of its batch. Nothing "
+    "was released"
+)
+UNSEEN = (
+    "the model {} that could be found: nothing checks whether a sample's gradient depends on other "
+    "samples of its batch. Use tensors, in lists, tuples, dictionaries or dataclasses"
+)
+INCOMPARABLE = (
+    "whether a sample's gradient depends on the other samples of its batch cannot be checked for "
+    "this model: {}. See opacus.check_isolation"
+)
+
+
+def explained(
+    found: Difference,
+    model: nn.Module,
+    together: int,
+    scalars: bool = False,
+    tokens: bool = False,
+) -> str:
+    """The message of a difference, with its likely causes."""
+    end = "Nothing was released."
+    if found.unit < 0:
+        return f"in a run on {together} samples of the batch: {found.where}. {end}"
+    causes = []
+    if tokens:
+        causes.append(
+            "samples of one row that see each other (attention without a mask by document: "
+            "transformers needs position_ids, no attention_mask and use_cache=False; positions "
+            "counted from the start of the row)"
+        )
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        causes.append("batch statistics (batch normalisation)")
+    if scalars:
+        causes.append("a mean over the tokens of the batch in the model's own loss")
+        causes.append("a load-balancing loss")
+    causes += [
+        "rows of a layer that are not samples in their order (sorted, routed, time first)",
+        "a parameter that is used outside its layer",
+        "a contrastive or normalised loss",
+        "batch statistics",
+        "capacity limits of experts",
+        "tensorwise float8 scales",
+    ]
+    return (
+        f"the gradient of sample {found.unit} is not its own, first at {found.where}: its norm is "
+        f"{found.together:.4g} in a batch of {together} and {found.alone:.4g} alone, so "
+        f"what is clipped is not what the sample contributes. {end} Likely causes: "
+        f"{'; '.join(dict.fromkeys(causes))}"
+    )
