@@ -125,11 +125,10 @@ class EngineSteps(EngineCheckpoints):
         if settings.choice is not None:
             model.auto_choice = settings.choice
         if settings.privacy_unit is not None:
-            several = is_distributed(settings.module)
-            apart = several and settings.data_layout != "replicated"
-            several = several or settings.mode.parallelism == "tp"
-            several = several and dist.is_initialized()
-            model.name_units_by(settings.privacy_unit, ranks=several, ranks_differ=apart)
+            spread = is_distributed(settings.module)
+            apart = spread and settings.data_layout != "replicated"
+            ranks = dist.is_initialized() and (spread or settings.mode.parallelism == "tp")
+            model.name_units_by(settings.privacy_unit, ranks=ranks, ranks_differ=apart)
         return model
 
     def _private_loader(self, settings: Settings, model: Any) -> DataLoader[Any]:

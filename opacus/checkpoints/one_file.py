@@ -102,10 +102,10 @@ def load_training_state(
     if optimizer is not None:
         optimizer.reset_accumulation()  # its samples would count twice in the batch that begins
         restore_noise(optimizer, checkpoint, steps=len(accountant), taken=taken)
+        if _OPTIMIZER not in checkpoint and len(accountant):
+            _warn_of_part("optimizer", saved=False)
     else:
         say_what_is_not_counted(taken, len(accountant))
-    if optimizer is not None and _OPTIMIZER not in checkpoint and len(accountant):
-        _warn_of_part("optimizer", saved=False)
     for key, scheduler in schedulers.items():
         if (scheduler is not None) != (key in checkpoint):
             _warn_of_part(key.removesuffix("_state_dict"), saved=scheduler is None)

@@ -31,14 +31,17 @@ class Paid(NamedTuple):
 
     def holds(self, noise_multiplier: float, books: list[Any]) -> bool:
         """Whether a step with this noise is still recorded in these books."""
-        same = [id(book) for book in self.books] == [id(book) for book in books]
-        return same and self.noise_multiplier == noise_multiplier
+        return _same(self.books, books) and self.noise_multiplier == noise_multiplier
 
 
 def _books(counts: Sequence[Count | StepCounter]) -> list[Any]:
     """The history of each accountant, or itself if it keeps none that can be told apart."""
     accountants = [count.accountant for count in counts]
     return [getattr(own, "__dict__", {}).get("history", own) for own in accountants]
+
+
+def _same(books: Sequence[Any], others: Sequence[Any]) -> bool:
+    return [*map(id, books)] == [*map(id, others)]
 
 
 def _length(counter: StepCounter) -> int:
@@ -130,12 +133,12 @@ class CountedOptimizer(WrappedOptimizer):
         A seeded key is that of the run before, and its numbers come with the engine's checkpoints,
         not with a state of the accountant alone.
         """
-        books, known = _books(self._counters), self._known_books
+        books = _books(self._counters)
         resumed, self._resumed = self._resumed, False
-        if not resumed and [*map(id, books)] == [*map(id, known)]:
+        if not resumed and _same(books, self._known_books):
             return
         self._known_books = books
-        steps = max(map(_length, self._counters), default=0)
+        steps = self._counted()
         if resumed and books and not steps:
             logger.warning(
                 "A state was loaded into the optimizer, but the accountant counts no step, so that "
@@ -155,9 +158,10 @@ class CountedOptimizer(WrappedOptimizer):
 
         The sampler asks when a pass begins: batches are drawn before their step.
         """
-        books, known = _books(self._counters), self._known_books
-        if [*map(id, books)] == [*map(id, known)]:
-            return 0
+        return 0 if _same(_books(self._counters), self._known_books) else self._counted()
+
+    def _counted(self) -> int:
+        """Steps that an accountant has recorded; the most, if there are several."""
         return max(map(_length, self._counters), default=0)
 
     def know_books(self) -> None:

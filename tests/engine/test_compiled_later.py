@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opacus import IsolationError
-from tests.helpers.graphs import fresh_graphs
+from tests.helpers.graphs import Move, fresh_graphs, time_first, turned
 from tests.helpers.units import B, D, assert_right, clipped_sum, inputs, private, step
-
-Move = Callable[[nn.Module, Tensor], Tensor]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -25,14 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def _graphs() -> Iterator[None]:
     with fresh_graphs(), torch._functorch.config.patch(donated_buffer=False):
         yield
-
-
-def turned(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x.flip(0)).flip(0)  # type: ignore[no-any-return]
-
-
-def time_first(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def both_ways(layer: nn.Module, x: Tensor) -> Tensor:

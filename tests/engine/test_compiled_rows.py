@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,10 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from opacus import IsolationError, PrivacyEngine
-from tests.helpers.graphs import fresh_graphs
+from tests.helpers.graphs import Move, fresh_graphs, time_first, turned
 
 B, T, D = 4, 5, 8
 C = 0.01
-Move = Callable[[nn.Module, Tensor], Tensor]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,16 +29,8 @@ def in_order(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)  # type: ignore[no-any-return]
 
 
-def turned(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x.flip(0)).flip(0)  # type: ignore[no-any-return]
-
-
 def in_one_line(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x.reshape(-1, D)).view(x.shape)  # type: ignore[no-any-return]
-
-
-def time_first(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def mixed(layer: nn.Module, x: Tensor) -> Tensor:

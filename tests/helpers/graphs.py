@@ -1,13 +1,16 @@
-"""A compiler that remembers nothing."""
+"""A compiler that remembers nothing, and layers whose rows move in what it compiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+
+Move = Callable[[nn.Module, Tensor], Tensor]
 
 
 @contextmanager
@@ -19,3 +22,11 @@ def fresh_graphs() -> Iterator[None]:
     yield
     torch._dynamo.config.skip_nnmodule_hook_guards = watched
     torch._dynamo.reset()
+
+
+def turned(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x.flip(0)).flip(0)  # type: ignore[no-any-return]
+
+
+def time_first(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]

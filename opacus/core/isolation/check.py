@@ -211,7 +211,7 @@ class Isolation:
         rows = UnitRows(units, self.batch_first)
         notice = None if self.sees_loss else self._notice_mean
         named = self.recorder.passes.named
-        tokens = None if named is None or named.ids.dim() == 1 else named.ids
+        tokens = named.ids if named is not None and named.by_token else None
         return Watch(inputs, rows, key, self.shared, notice, tokens)
 
     @outside_graphs

@@ -16,6 +16,7 @@ from opacus.core.platform.trees import map_tensors, tensors_of
 from opacus.core.record.named import BOUNDARIES, NamedUnits
 
 _BOUNDARIES = (*BOUNDARIES, "cu_seq_lens_k")
+_NOT_OF_TOKENS = "its rows hold several samples each, and its outputs are not those of tokens"
 
 
 class TokenRuns(WatchedRuns):
@@ -123,11 +124,11 @@ def why_not(watch: Watch) -> str:
     assert watch.tokens is not None
     tokens = watch.tokens.shape[1]
     if not watch.rows.batch_first:
-        return "its rows hold several samples each, and its outputs are not those of tokens"
+        return _NOT_OF_TOKENS
     for place, cotangent in watch.cotangents.items():
         shape = tuple(cotangent.shape[1:])  # of a row
         if watch.dims[place] or (shape[:1] != (tokens,) and shape[:2] != (1, tokens)):
-            return "its rows hold several samples each, and its outputs are not those of tokens"
+            return _NOT_OF_TOKENS
     for tensor in tensors_of(watch.inputs):
         if tensor.dim() == 3 and tensor.is_floating_point() and _is_mask(tensor, tokens):
             return "a mask of its tokens cannot be told from as many features of them"

@@ -42,6 +42,11 @@ class NamedUnits:
         """Units whose names are their numbers."""
         return cls(ids, count, torch.arange(count, device=ids.device))
 
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens have names of their own, rather than whole rows."""
+        return self.ids.dim() == 2
+
     def of_layer(
         self, spec: LayerSpec, units: Units | None, output: Tensor, batch_dim: int
     ) -> Units:
@@ -56,7 +61,7 @@ class NamedUnits:
         Raises:
             ValueError: The units of the tokens are unknown; names the layer.
         """
-        if self.ids.dim() == 1:
+        if not self.by_token:
             rows = Units(len(self.ids), dim=batch_dim) if units is None else units
             return rows.renamed(self.ids, self.count)
         shape = tuple(output.shape)

@@ -192,9 +192,9 @@ class Recorder(Taps):
         if self.reached.noted:
             self.reached.end(output)
         self.end_lone()
-        if output is None and number_of_backward() < 0:
-            self.attention.give_back()
         if output is None:
+            if number_of_backward() < 0:
+                self.attention.give_back()
             self.whose.repeats.explain(sys.exc_info()[1])
         self.whose.end(output, ended)
         made_up = ended is not None and ended.made_up

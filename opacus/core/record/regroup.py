@@ -88,7 +88,7 @@ def record_by_unit(
     """
     forward_pass, name = use.forward_pass, use.spec.name
     named = forward_pass.named
-    of_tokens = named is not None and named.ids.dim() == 2  # a mean over units, not over rows
+    of_tokens = named is not None and named.by_token  # a mean over units, not over rows
     inputs = [t.detach() for t in tensors]
     layer, spec, activations, backprops = regrouped(
         use.layer, use.spec, units, use.rebuild, inputs, grads, use.buffers

@@ -122,7 +122,7 @@ class WhoseRows:
             recomputed: Whether a checkpoint runs it again.
         """
         named, spec = use.forward_pass.named, use.spec
-        if named is not None and named.ids.dim() == 2:  # by token: shapes alone say which is which
+        if named is not None and named.by_token:  # shapes alone say which is which
             use.units = named.of_layer(spec, None, outputs[0], use.batch_dim)
             return outputs
         follower = self._follower if self._follows and not recomputed else None
@@ -154,7 +154,7 @@ class WhoseRows:
             RuntimeError: A checkpoint runs it again, and it was used on different rows.
         """
         spec, one = use.spec, use.forward_pass
-        by_token = one.named is not None and one.named.ids.dim() == 2
+        by_token = one.named is not None and one.named.by_token
         if recomputed:
             use.units = self._units_again(spec, one)
         elif self._follows and not by_token:
@@ -186,7 +186,7 @@ class WhoseRows:
         See :mod:`opacus.core.record.shared`.
         """
         named = use.forward_pass.named
-        if not self._follows or len(outputs) > 1 or (named is not None and named.ids.dim() == 2):
+        if not self._follows or len(outputs) > 1 or (named is not None and named.by_token):
             return None
         scope = self._follower.sharing(outputs[0], use.batch_dim)
         if scope is not None:

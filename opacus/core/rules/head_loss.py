@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from opacus.core.kernels.loss.head import Head, LossOptions, Wanted, live, sweep
-from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm
-from opacus.core.kernels.norms.reference import wide_dtype as _wide
+from opacus.core.kernels.norms.reference import sums_and_sizes, wide_bmm, wide_dtype
 from opacus.core.kernels.norms.tied import Heads
 from opacus.core.kernels.norms.trusted import TRUSTED, in_tf32
 from opacus.core.rules.base import LayerRule, Use, scale_rows, unsupported
@@ -34,7 +33,7 @@ class HiddenGradient:
         if not self._open or self._of is not None:
             return None
         self._of = grads, grads._version
-        self._value = torch.zeros_like(head.hidden, dtype=_wide(head.hidden))
+        self._value = torch.zeros_like(head.hidden, dtype=wide_dtype(head.hidden))
         return self._value
 
     def take(self, grads: Tensor) -> Tensor | None:
@@ -81,31 +80,33 @@ class HeadLossRule(LayerRule):
         return grads
 
     def norm_sq(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
-        head = _head(activations)
-        room = self.hidden.room(head, backprops)
-        (total, size), norms = self._norms(spec, head, backprops, Wanted(hidden=room))
-        if "weight" in spec.params:
-            norms["weight"] = self._settled(head, backprops, total, size)
+        head = live(_head(activations), backprops, self.loss)
+        wanted = Wanted(hidden=self.hidden.room(head, backprops))
+        sums, norms = self._norms(spec, head, backprops, wanted)
+        if "weight" in spec.params:  # only what Gram matrices give may be wrong
+            direct = wanted.gram is None
+            norms["weight"] = sums[0] if direct else self._settled(head, backprops, sums)
         return norms
 
     def beside_table(
         self, spec: LayerSpec, activations: Any, backprops: Any, ids: Tensor
     ) -> tuple[Heads, dict[str, Tensor]]:
-        head = _head(activations)
-        looked_up = backprops.new_zeros(*backprops.shape, ids.shape[1], dtype=_wide(backprops))
+        head = live(_head(activations), backprops, self.loss)
+        looked_up = backprops.new_zeros(*backprops.shape, ids.shape[1], dtype=wide_dtype(backprops))
         wanted = Wanted(ids=ids, looked_up=looked_up)
         sums, norms = self._norms(spec, head, backprops, wanted)
-        return Heads(live(head, backprops, self.loss).hidden, looked_up, sums), norms
+        return Heads(head.hidden, looked_up, sums), norms
 
     def _norms(
         self, spec: LayerSpec, head: Head, backprops: Tensor, wanted: Wanted
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """``[2, B]``: squared norms of the weight, and of what absolute values each is the sum.
 
-        And those of the bias; what else is wanted is filled in.
+        And those of the bias; what else is wanted is filled in. Tokens that do not count are zero
+        in ``head``, see :func:`live`.
         """
         batch, tokens, d = head.hidden.shape
-        weight, bias = backprops.new_zeros(2, batch, dtype=_wide(backprops))
+        weight, bias = backprops.new_zeros(2, batch, dtype=wide_dtype(backprops))
         if "bias" in spec.params:
             wanted.norm_sq_bias = bias
         if "weight" in spec.params and tokens < d and not in_tf32(head.hidden):
@@ -116,11 +117,12 @@ class HeadLossRule(LayerRule):
         norms = {} if wanted.norm_sq_bias is None else {"bias": bias}
         if wanted.gram is None:
             return torch.stack([weight, weight]), norms
-        hidden = live(head, backprops, self.loss).hidden
+        hidden = head.hidden
         return sums_and_sizes(wanted.gram.mul_(wide_bmm(hidden, hidden.transpose(1, 2)))), norms
 
-    def _settled(self, head: Head, backprops: Tensor, total: Tensor, size: Tensor) -> Tensor:
+    def _settled(self, head: Head, backprops: Tensor, sums: Tensor) -> Tensor:
         """``[B]``: those of which terms have cancelled are computed without Gram matrices."""
+        total, size = sums
         rows = (~(total > TRUSTED * size) & (size != 0)).nonzero().squeeze(1)
         if not len(rows):
             return total
@@ -143,7 +145,7 @@ class HeadLossRule(LayerRule):
 
     def wide_sum(self, spec: LayerSpec, activations: Any, backprops: Any) -> dict[str, Tensor]:
         head, wanted, sums = _head(activations), Wanted(), {}
-        wide = _wide(head.hidden)
+        wide = wide_dtype(head.hidden)
         if "weight" in spec.params:
             sums["weight"] = wanted.total = head.hidden.new_zeros(spec.shapes["weight"], dtype=wide)
         if "bias" in spec.params:
