@@ -14,7 +14,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.undisturbed import same_buffers, undisturbed, without_dropout
+from opacus.core.isolation.undisturbed import (
+    numbers_drawn,
+    same_buffers,
+    undisturbed,
+    without_dropout,
+)
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sharded import compute_device, is_dtensor
@@ -33,6 +38,7 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
+AGAIN = 16  # times that one runs again, where random choices may fall alike (routing, LayerDrop)
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -149,12 +155,15 @@ class Probe:
             one, unit = _column(together, place), runs.unit(place)
             found = self._differences(unit, one, alone[number], tolerance)
             differing += [(number, difference) for difference in found if runs.counts]
-        if self._any_rank(bool(differing)):
-            number = differing[0][0] if differing else 0
+        number = differing[0][0] if differing else 0
+        for _ in range(AGAIN if self._any_rank(bool(differing)) else 0):
+            before = numbers_drawn()
             again = self._alone(runs, chosen[number])
             random = self._differences(0, alone[number], again, tolerance)
             if self._any_rank(bool(random)):
                 raise IncomparableError("it draws random numbers of its own, other ones each time")
+            if not self._any_rank(numbers_drawn() != before):
+                break  # no random choice, which may fall as before
         return [difference for _, difference in differing]
 
     # --- one run ---

@@ -39,6 +39,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def numbers_drawn() -> list[Any]:
+    """The states of random generators, which drawing a number changes."""
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    if numpy is not None:
+        states.append(repr(numpy.get_state(legacy=False)))
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state().tolist())
+    return states
+
+
 @contextmanager
 def _random_states(model: nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}

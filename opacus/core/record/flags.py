@@ -25,6 +25,7 @@ MOST_STATES = 1000
 MOST_NUMBERS = 4
 # Entries of a list or dictionary that settings are looked for in.
 MOST_ENTRIES = 256
+_is_trained = operator.attrgetter("requires_grad")
 # How deep a configuration may hold others.
 _DEPTH = 3
 
@@ -32,9 +33,11 @@ _DEPTH = 3
 class Flags:
     """Numbers the states of a model's settings.
 
-    Those are its modules, and their attributes that are true, false, ``None``, text, numbers or
-    functions, also where they stand in lists, dictionaries or configurations. A number that keeps
-    changing is a counter, and no setting.
+    Those are its modules, which of its parameters are trained, and the modules' attributes that
+    are true, false, ``None``, text, numbers or functions, also where they stand in lists,
+    dictionaries or configurations. A number that keeps changing is a counter, and no setting. Of
+    a layer that is frozen nothing is seen: neither whose its rows are, nor that its gradient is
+    not a sample's own.
 
     Attributes:
         state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
@@ -50,6 +53,8 @@ class Flags:
         self._kinds: list[Hashable] = []  # by which a counter is known in all modules
         self._latest: list[Any] = []
         self._entries: list[Hashable] = []
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # which of them
         self._numbers: dict[Hashable, set[float]] = {}
         self._known: dict[Hashable, int] = {}
         self._passes = 0
@@ -75,6 +80,8 @@ class Flags:
             else:
                 self._latest = values
                 self._note(changed)
+        elif self._trained != list(map(_is_trained, self._parameters)):
+            self._note(())
 
     def fixed(self) -> Flags:
         """One that stays in this state."""
@@ -88,7 +95,7 @@ class Flags:
         self._where, self._names = [own for own, _, _ in found], [name for _, name, _ in found]
         self._kinds = [kind for _, _, kind in found]
         self._latest = [own[name] for own, name, _ in found]
-        self._entries = [None] * len(found)
+        self._entries, self._parameters = [None] * len(found), list(model.parameters())
         holders = [part for m in model.modules() for part in (vars(m), m._modules)]
         self._holders = list({id(own): own for own in [*holders, *self._where]}.values())
         self._size = sum(map(len, self._holders))
@@ -99,10 +106,12 @@ class Flags:
         before = list(self._entries) if len(places) < len(self._entries) else []
         for i in places:
             self._entries[i] = self._entry(i)
-        if before == self._entries:
+        trained, self._trained = self._trained, list(map(_is_trained, self._parameters))
+        same = trained == self._trained
+        if same and before == self._entries:
             return
-        key = tuple(self._entries)
-        if self._passes == 2 and all(_is_number(self._latest[i]) for i in places):
+        key = *self._entries, *self._trained
+        if same and self._passes == 2 and all(_is_number(self._latest[i]) for i in places):
             self._known[key] = self.state  # what the first pass has left: sizes, say
         if len(self._known) < MOST_STATES:
             self._known.setdefault(key, len(self._known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,29 @@ def test_a_model_that_draws_random_numbers(mode: str) -> None:
     with pytest.warns(UserWarning, match="random numbers of its own"):
         step(parts, vectors())
     step(parts, vectors())  # once
+
+
+class Expert(nn.Module):
+    """As a router does that draws one of its experts, mostly the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.rand(len(x), 1) < 0.3, self.other(x), self.l(x))
+
+
+def test_choices_by_random_numbers_that_often_fall_alike() -> None:
+    said, batch = 0, vectors()
+    for seed in range(12):
+        parts = private(Expert(), "ghost_bk")
+        torch.manual_seed(seed)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step(parts, batch)
+        said += any("random numbers of its own" in str(w.message) for w in found)
+    assert said
 
 
 class Tokens(nn.Module):

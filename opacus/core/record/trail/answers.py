@@ -43,6 +43,7 @@ class Answer:
         kinds: What those gave.
         passes: So many have begun, followed or not.
         doubtful: Whether the latest one took another course than those before.
+        waits: Whether trained layers may still not have run in a pass that was followed.
     """
 
     uses: Uses | None = None
@@ -50,6 +51,7 @@ class Answer:
     kinds: Kinds = frozenset()
     passes: int = 1
     doubtful: bool = False
+    waits: bool = True
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
@@ -71,9 +73,10 @@ class Follower:
     are moved in ways that depend on shapes alone, what it found is remembered; otherwise every
     pass is followed. Where all layers have the units in their rows, nothing is done any more.
 
-    A model may branch on its own counters, or on values that the program has read. So passes are
-    followed until each trained layer has run in one, and some later ones are again; if one differs,
-    all are from then on. One that was not followed is refused if a layer ran in it that inputs of
+    A model may branch on its own counters, on random numbers (LayerDrop), or on values that the
+    program has read. So passes are followed until each trained layer has run in one, and some later
+    ones are again; if one differs, all are from then on. Layers that run on inputs of other
+    structures only are waited for in few passes. One that was not followed is refused if a layer ran in it that inputs of
     this structure had not run, or gave tensors of other dimensions: their rows may be anything's.
 
     Args:
@@ -187,7 +190,11 @@ class Follower:
         self._remember(trail, answer, found, kinds)
 
     def _waits(self, answer: Answer) -> bool:
-        """Whether trained layers have run in no pass that was followed."""
+        """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
+        if answer.waits and answer.passes <= LOOK_AGAIN[-1]:
+            some = (name for name in self._trained if name not in answer.ran)
+            answer.waits = any(self._trained[name]() for name in some)
+            return answer.waits
         absent = sorted(name for name in self._absent if self._trained[name]())
         if absent and answer.passes == LOOK_AGAIN[-1] + 1:
             some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")

@@ -159,7 +159,7 @@ def reshaped(ids: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
     Only dimensions that are merged or split, and along which it varies, take memory.
     """
     if math.prod(old) == 0:
-        return ids.new_full([1] * len(new), -1)
+        return ids.new_empty([min(n, 1) for n in new])  # of nobody, and of no rows
     sizes: list[int] = []  # of ids, as it can be reshaped at once
     result: list[int] = []
     for before, after in _groups(old, new):
