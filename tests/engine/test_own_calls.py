@@ -16,7 +16,14 @@ import opacus.core.record.own_calls
 from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer, wanted
 from tests.helpers.lone_sample import no_gradient
 from tests.helpers.oracle import relative_error
-from tests.helpers.watched_calls import all_hooked, hooked, replaced, saved_elsewhere, watched
+from tests.helpers.watched_calls import (
+    all_hooked,
+    all_replaced,
+    hooked,
+    replaced,
+    saved_elsewhere,
+    watched,
+)
 
 ALL = 10  # linear layers
 
@@ -77,7 +84,10 @@ def test_fewer_samples_several_uses_and_views(called: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("how", "left"),
-    [(hooked, 9), (watched, 9), (replaced, 9), (all_hooked, 0), (saved_elsewhere, 0)],
+    [
+        *((one, ALL - 1) for one in (hooked, watched, replaced)),
+        *((every, 0) for every in (all_hooked, all_replaced, saved_elsewhere)),
+    ],
 )
 def test_who_looks_on_sees_the_call(
     called: list[str], how: Callable[[Any], Any], left: int

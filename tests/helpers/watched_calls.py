@@ -33,6 +33,14 @@ def replaced(layer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def all_replaced(layer: Any) -> Iterator[None]:
+    own = nn.Linear.forward
+    nn.Linear.forward = lambda self, x: own(self, x) * 1.0  # type: ignore[method-assign]
+    yield
+    nn.Linear.forward = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def all_hooked(layer: Any) -> Iterator[None]:
     handle = register_module_forward_hook(lambda m, a, output: None)
     yield

@@ -31,6 +31,8 @@ from opacus.core.record.carriers import HALF, Carriers, twice_differentiated
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.rules.spec import LayerSpec
 
+# What a plain layer computes, unless somebody has replaced it in all of them.
+_FORWARD = nn.Linear.forward
 # A layer, and what stands for its call.
 Call = tuple[nn.Module, Callable[..., Any]]
 
@@ -59,12 +61,12 @@ def call_directly(calls: Iterable[Call]) -> list[nn.Module]:
 
 
 def calls_may_change() -> bool:
-    """Whether layers may be called without hooks now: nobody watches all modules.
+    """Whether layers may be called without hooks now: nobody watches, or has changed, all of them.
 
     A checkpoint would save other tensors as it runs a layer again, which has its hooks then. In a
     graph there is nothing to save.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or nn.Linear.forward is not _FORWARD:
         return False
     return not (hooks_every_module() or packs_saved_tensors())
 
