@@ -96,7 +96,8 @@ class HeldParameters(AbstractGradSampleHooks):
         if every is self._looked_at or recorder.probed or self._guards.sharded():
             return
         known, self._looked_at = {id(p) for p in self._every}, every
-        new = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
+        here = {id(p) for p in every} - known
+        new = [(n, p) for n, p in module.named_parameters() if id(p) in here]
         self._untapped += new
         self._every += [p for _, p in new]
         if self._untapped and self._unfrozen():

@@ -96,10 +96,12 @@ class Flags:
         self._where, self._names = [own for own, _, _ in found], [name for _, name, _ in found]
         self._kinds = [kind for _, _, kind in found]
         self._latest = [own[name] for own, name, _ in found]
-        self._entries, self.parameters = [None] * len(found), list(model.parameters())
+        self._entries, every = [None] * len(found), list(model.parameters())
+        self.parameters = [p for p in every if isinstance(p, nn.Parameter)]
         holders = [part for m in model.modules() for part in (vars(m), m._modules)]
         self._holders = list({id(own): own for own in [*holders, *self._where]}.values())
-        self._size = sum(map(len, self._holders))
+        lent = len(self.parameters) < len(every)  # for a call (functional_call)
+        self._size = -1 if lent else sum(map(len, self._holders))
         self._note(range(len(found)))
 
     def _note(self, places: Any) -> None:
