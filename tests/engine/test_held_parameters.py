@@ -128,3 +128,27 @@ def test_without_a_wrapper_it_is_refused() -> None:
     model[0].weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"\['0.weight'\] were made trainable after"):
         model(inputs)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "functorch"])
+def test_modules_that_are_added_later_are_refused_by_name(mode: str) -> None:
+    """An adapter, say, with all else frozen: autograd's own gradient would be left in it."""
+    model = build()
+    wrapped, optimizer, criterion, _ = private(model, mode)
+    inputs, targets = batch()
+    criterion(wrapped(inputs), targets).backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    model.append(nn.Linear(3, 3))
+    message = r"\['3.weight', '3.bias'\] were made trainable after make_private"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            wrapped(inputs)
+    model[3].requires_grad_(False)
+    model[:3].requires_grad_(True)
+    optimizer.zero_grad()
+    criterion(wrapped(inputs), targets).backward()
+    optimizer.step()
+    plain = build().append(nn.Linear(3, 3).requires_grad_(False))
+    plain.load_state_dict(model.state_dict())
+    check(model[:3], want(plain, inputs, targets))

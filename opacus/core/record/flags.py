@@ -40,6 +40,7 @@ class Flags:
     not a sample's own.
 
     Attributes:
+        parameters: Of the model, another list if its modules have changed.
         state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
             settings are, where they change alike.
     """
@@ -53,7 +54,7 @@ class Flags:
         self._kinds: list[Hashable] = []  # by which a counter is known in all modules
         self._latest: list[Any] = []
         self._entries: list[Hashable] = []
-        self._parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []  # which of them
         self._numbers: dict[Hashable, set[float]] = {}
         self._known: dict[Hashable, int] = {}
@@ -80,7 +81,7 @@ class Flags:
             else:
                 self._latest = values
                 self._note(changed)
-        elif self._trained != list(map(_is_trained, self._parameters)):
+        elif self._trained != list(map(_is_trained, self.parameters)):
             self._note(())
 
     def fixed(self) -> Flags:
@@ -95,10 +96,12 @@ class Flags:
         self._where, self._names = [own for own, _, _ in found], [name for _, name, _ in found]
         self._kinds = [kind for _, _, kind in found]
         self._latest = [own[name] for own, name, _ in found]
-        self._entries, self._parameters = [None] * len(found), list(model.parameters())
+        self._entries, every = [None] * len(found), list(model.parameters())
+        self.parameters = [p for p in every if isinstance(p, nn.Parameter)]
         holders = [part for m in model.modules() for part in (vars(m), m._modules)]
         self._holders = list({id(own): own for own in [*holders, *self._where]}.values())
-        self._size = sum(map(len, self._holders))
+        lent = len(self.parameters) < len(every)  # for a call (functional_call)
+        self._size = -1 if lent else sum(map(len, self._holders))
         self._note(range(len(found)))
 
     def _note(self, places: Any) -> None:
@@ -106,7 +109,7 @@ class Flags:
         before = list(self._entries) if len(places) < len(self._entries) else []
         for i in places:
             self._entries[i] = self._entry(i)
-        trained, self._trained = self._trained, list(map(_is_trained, self._parameters))
+        trained, self._trained = self._trained, list(map(_is_trained, self.parameters))
         same = trained == self._trained
         if same and before == self._entries:
             return

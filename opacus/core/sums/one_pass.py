@@ -153,7 +153,7 @@ class OnePass(Ghost):
         # What is held is of the last blocks: they go first, and sums grow as it shrinks. On all
         # ranks alike.
         names.reverse()
-        for name, following in zip(names, [*names[1:], ""], strict=True):
+        for name, following in zip(names, [*names, ""][1:], strict=True):
             terms = sums.terms_of(name, () if replay is None else replay.terms_of(name))
             if sums.some_are_away:
                 sums.fetch(following)

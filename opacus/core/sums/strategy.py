@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, timed
+from opacus.core.platform.torch_internals import let_graphs_run_backward_twice
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.passes import ForwardPass
@@ -91,7 +92,8 @@ class Ghost:
         ordinary: Ordinary,
     ) -> None:
         self.recorder = recorder
-        if self.retains_graph:  # compiled graphs with buffers to give away run backward only once
+        if self.retains_graph:
+            let_graphs_run_backward_twice()
             recorder.taps_in_graphs = False
         self.parameters = parameters
         self.deferred = deferred
@@ -251,19 +253,6 @@ def _refuse_leaks(strategy: Ghost, leaked: Sequence[tuple[str, nn.Parameter]]) -
     raise foreign_gradients([name for name, _ in leaked])
 
 
-# What torch says where a graph runs backward only once: the cause, and the other remedy.
-_ONCE = {
-    "donated buffers": (
-        "parts of the model are compiled for one backward pass only",
-        "set torch._functorch.config.donated_buffer = False before the first step",
-    ),
-    "under selective activation checkpoint": (
-        "what a selective activation checkpoint saves serves one backward pass only",
-        "checkpoint without a policy (context_fn)",
-    ),
-}
-
-
 def run_backward(losses: Tensor, retain_graph: bool) -> None:
     """The backward pass of per-sample losses.
 
@@ -273,13 +262,13 @@ def run_backward(losses: Tensor, retain_graph: bool) -> None:
     try:
         losses.sum().backward(retain_graph=retain_graph)
     except RuntimeError as error:
-        for said, (cause, remedy) in _ONCE.items():
-            if said in str(error):
-                raise RuntimeError(
-                    f"{cause}, and this mode takes two: use the mode with _bk at its end, which "
-                    f"takes one, or {remedy}"
-                ) from error
-        raise
+        if "under selective activation checkpoint" not in str(error):
+            raise
+        raise RuntimeError(
+            "what a selective activation checkpoint saves serves one backward pass only, and this "
+            "mode takes two: use the mode with _bk at its end, which takes one, or checkpoint "
+            "without a policy (context_fn)"
+        ) from error
 
 
 def _states_of_grads(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:

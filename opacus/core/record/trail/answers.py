@@ -75,10 +75,10 @@ class Follower:
 
     A model may branch on its own counters, on random numbers (LayerDrop), or on values that the
     program has read. So passes are followed until each trained layer has run in one, and some later
-    ones are again; if one differs, all are from then on. Layers that run on inputs of other
-    structures only are waited for in few passes. A pass that was not followed is refused if a layer
-    ran in it that inputs of this structure had not run, or gave tensors of other dimensions: their
-    rows may be anything's.
+    ones are again; if one differs, all are from then on. Layers that ran on inputs of another
+    structure are waited for if layers were left out before, and in few passes. A pass that was not
+    followed is refused if a layer ran in it that inputs of this structure had not run, or gave
+    tensors of other dimensions: their rows may be anything's.
 
     Args:
         trained: For each layer, by name, what gives the parameters of it that are trained now.
@@ -89,6 +89,7 @@ class Follower:
         self._answers: dict[Any, Answer] = {}
         self._absent = set(trained)  # layers that no pass has been followed of
         self._always: set[Any] = set()  # structures that are followed each time
+        self._varies = False  # whether other layers ran in passes of one structure
         self._keys: tuple[Any, Any] = (None, None)
         self._count = 0
         self._trail: Trail | None = None
@@ -171,8 +172,9 @@ class Follower:
         unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
         if trail is None:
-            other = set() if unfollowed is None or output is None else kinds - unfollowed.kinds
-            if other:
+            if unfollowed is None or output is None:
+                return
+            if other := kinds - unfollowed.kinds:
                 self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
                 raise _ran_otherwise(f"layer '{min(other)[0]}'")
             return
@@ -192,7 +194,7 @@ class Follower:
 
     def _waits(self, answer: Answer) -> bool:
         """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
-        if answer.waits and answer.passes <= LOOK_AGAIN[-1]:
+        if self._varies and answer.waits and answer.passes <= LOOK_AGAIN[-1]:
             left_out = (name for name in self._trained if name not in answer.ran)
             answer.waits = any(self._trained[name]() for name in left_out)
             return answer.waits
@@ -210,11 +212,13 @@ class Follower:
             return
         if len(self._answers) >= MOST_ANSWERS:
             return
+        ran = found.keys() | {name for name, _ in kinds}
+        self._varies |= answer is not None and ran != answer.ran
         if answer is None or (answer.uses is None and not plain):
             answer = Answer()
         answer.uses = None if plain else found
         answer.kinds = answer.kinds | kinds
-        answer.ran = answer.ran | found.keys() | {name for name, _ in kinds}
+        answer.ran = answer.ran | ran
         self._latest = answer
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer
