@@ -181,6 +181,7 @@ class GradSampleHooks(NamedByUser):
             self._recorder,
             batch_first=self.batch_first,
             shared=self._sees_loss or self.loss_reduction == "mean",
+            mean=self.loss_reduction == "mean",
             sees_loss=self._sees_loss,
             replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
             **how,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from opacus.core.platform.torch_internals import outside_graphs
@@ -298,6 +298,13 @@ class DPLossFastGradientClipping:
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the user's criterion; arguments are those of ``torch.compile``."""
+        if isinstance(self.criterion, nn.Module):
+            self.criterion.compile(*args, **kwargs)
+        else:
+            self.criterion = torch.compile(self.criterion, *args, **kwargs)
 
     def _averages(self) -> bool:
         return self.loss_reduction == "mean"

@@ -115,6 +115,7 @@ class Isolation:
         recorder: Its recorder.
         batch_first: Whether dimension 0 of tensors counts units.
         shared: Whether the loss is a mean over units, or one loss a unit.
+        mean: Whether the user's loss of a batch is a mean over units, rather than their sum.
         sees_loss: Whether losses come from our criterion (else the graph is looked at).
         replicated: Whether other processes hold the same parameters.
         ranks: Those that share a model sharded by FSDP2.
@@ -129,6 +130,7 @@ class Isolation:
         *,
         batch_first: bool = True,
         shared: bool = True,
+        mean: bool = True,
         sees_loss: bool = False,
         replicated: bool = False,
         ranks: ModelRanks | None = None,
@@ -136,6 +138,7 @@ class Isolation:
         self.model = model
         self.batch_first = batch_first
         self.shared = shared
+        self.mean = mean
         self.sees_loss = sees_loss
         self.ranks = ranks
         self.schedule = Schedule()
@@ -303,8 +306,21 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
-    def check_loss(self, model: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
-        """See :func:`opacus.check_isolation`."""
+    def check_loss(
+        self,
+        model: Any,
+        batch: Any,
+        loss: Callable[[Any, Any], Any],
+        either: bool = False,
+    ) -> None:
+        """See :func:`opacus.check_isolation`.
+
+        Args:
+            model: What the loss is called with.
+            batch: The same.
+            loss: Gives the loss of a batch.
+            either: Whether that may be a mean or a sum over units, as nobody has said which.
+        """
         units = number_of_units(batch, None, self.batch_first)
         rows = UnitRows(units or 0, self.batch_first)
         if not units or units < 2 or not rows.divides(batch):
@@ -314,14 +330,17 @@ class Isolation:
             )
         if not self.model.training:
             raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
-        runs = LossRuns(model, batch, rows, loss, self.shared)
-        try:
-            found = self._probe.run(runs)
-        except IncomparableError as reason:
-            raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
-        if self._any_rank(bool(found)):
-            text = explained(found[0], self.model, runs.count) if found else ELSEWHERE
-            raise IsolationError(text)
+        said = ""
+        for mean in (self.mean, not self.mean) if either else (self.mean,):
+            runs = LossRuns(model, batch, rows, loss, mean)
+            try:
+                found = self._probe.run(runs)
+            except IncomparableError as reason:
+                raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
+            if not self._any_rank(bool(found)):
+                return
+            said = said or (explained(found[0], self.model, runs.count) if found else ELSEWHERE)
+        raise IsolationError(said)
 
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
