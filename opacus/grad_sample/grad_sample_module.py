@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.kept import add_rows
+from opacus.core.platform.replicas import WithoutReduction
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
@@ -139,7 +140,7 @@ class GradSampleHooks(NamedByUser):
         self._recorder.send_to(self._sink())
         # Before FSDP2's own, which puts whole parameters in the places of shards.
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._recorder.handles.append(first)
+        self._recorder.handles += [first, WithoutReduction(self._module)]
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
             self.isolation = self._make_isolation()
