@@ -159,11 +159,21 @@ class GradSampleHooks(NamedByUser):
         """What a subclass adds to the hooks."""
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._recorder.unfinished.failed:
+            self._drop_unfinished()
         self._guards.check(self.hooks_enabled)
         if self._untapped and self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
+
+    def _drop_unfinished(self) -> None:
+        """Drop what a backward pass that failed has left, and what it was added to."""
+        self._recorder.unfinished.drop()
+        self.isolation.drop()
+        for parameter in self._module.parameters():
+            if getattr(parameter, "grad_sample", None) is not None:
+                parameter.grad = parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         def choose(module: nn.Module) -> Any:

@@ -93,15 +93,17 @@ class DPTensorFastGradientClipping(Tensor):
             RuntimeError: A trainable parameter bypassed its layer, or a loss of the same forward
                 pass has been clipped in this step already.
         """
-        self._check_accumulation()
-        clip_batch(
-            self.module,
-            self.optimizer,
-            self.loss_per_sample,
-            loss_scale=None if self.loss_scale is None else float(self.loss_scale),
-            retain_graph=retain_graph,
-            norms_are_known=self._norms_are_known,
-        )
+        self.optimizer.begin_batch()
+        with self.optimizer.refusing():
+            self._check_accumulation()
+            clip_batch(
+                self.module,
+                self.optimizer,
+                self.loss_per_sample,
+                loss_scale=None if self.loss_scale is None else float(self.loss_scale),
+                retain_graph=retain_graph,
+                norms_are_known=self._norms_are_known,
+            )
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""

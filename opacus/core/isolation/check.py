@@ -144,7 +144,6 @@ class Isolation:
         self.schedule = Schedule()
         self.on = switched_on(VARIABLE, default=True)
         self._said: set[str] = set()
-        self._refusal: str | None = None
         self._meetings: Meetings | None = None
         if ranks is not None and ranks.count > 1:
             self._meetings = Meetings(ranks_with(model), "isolation")
@@ -203,12 +202,29 @@ class Isolation:
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
         key = form, recorder.whose.flags.state, recorder.whose.guesses
         self._call = inputs, units, key
-        if any(w.key == key and (w.received or self.ranks) for w in self._pending):
+        if any(w.key == key and self._counts(w) for w in self._pending):
             return  # one forward pass of each structure
         if not self._due(key):
             return
         self._pending = [w for w in self._pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
+
+    def _counts(self, watch: Watch) -> bool:
+        """Whether a backward pass has gone through a forward pass; with other ranks has begun to.
+
+        Those of which it failed, or that none has come to, are not of the step. Ranks must agree,
+        and one without samples has no gradient.
+        """
+        return watch.complete if self.ranks is None else watch.begun
+
+    def begin_backward(self) -> None:
+        """A backward pass of the criterion's loss begins, on all ranks."""
+        for watch in self._pending:
+            watch.begun = True
+
+    def drop(self) -> None:
+        """No step will be of the batches that a backward pass has come to."""
+        self._pending = [w for w in self._pending if not (w.begun or w.received)]
 
     def _watched(self, inputs: Any, units: int, key: Hashable) -> Watch:
         rows = UnitRows(units, self.batch_first)
@@ -265,16 +281,19 @@ class Isolation:
         What is found is an error in the next step. See
         :func:`~opacus.core.isolation.losses.coupled_loss` for the arguments.
         """
-        if not self._pending or self._refusal is not None:
+        waiting = [w for w in self._pending if not w.complete] or self._pending
+        if not waiting or waiting[-1].refusal:
             return
         with torch.no_grad(), self.recorder.paused():
             found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
         if found is not None:
-            self._refusal = (
+            said = (
                 f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
                 "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
                 "a loss that is normalised over the batch. Compute it from each sample alone"
             )
+            for watch in waiting:
+                watch.refusal = said
 
     def _notice_mean(self, found: str) -> None:
         self._warn(
@@ -292,11 +311,12 @@ class Isolation:
         Raises:
             IsolationError: A unit is not the same alone.
         """
-        if not self._pending and self._refusal is None:
+        pending, self._pending = [w for w in self._pending if self._counts(w)], []
+        if not pending:
             self.schedule.steps += 1
             return
-        pending, self._pending, self._watch, self._call = self._pending, [], None, None
-        refusal, self._refusal = self._refusal, None
+        self._watch, self._call = None, None
+        refusal = next((watch.refusal for watch in pending if watch.refusal), None)
         try:
             for watch in pending:
                 refusal = self._checked(watch, refusal)
@@ -401,4 +421,4 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_call": None, "_pending": [], "_refusal": None}
+        return {**self.__dict__, "_watch": None, "_call": None, "_pending": []}

@@ -25,6 +25,7 @@ noise                  ``privacy/noise.py``, with keys and counters from ``priva
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -95,11 +96,14 @@ class Optimizer(Protocol):
     def drop_frozen(self) -> None:
         """What is frozen now gets no noise, so nothing of it is released."""
 
-    def compare_with_draws(self) -> None:
-        """Refuse a batch of other samples than the loader drew."""
+    def together(self) -> AbstractContextManager[None]:
+        """All ranks go on after it, or none does: what one refuses is an error on all."""
 
     def check_isolation(self) -> None:
         """Refuse a batch in which a sample's gradient is not its own."""
+
+    def compare_with_draws(self) -> None:
+        """Refuse a batch of other samples than the loader drew."""
 
     def take_batch(self) -> None:
         """Put the batch's clipped sum to those of the step; in ``hooks`` clip it first."""
@@ -182,9 +186,10 @@ def release(optimizer: Optimizer) -> bool:
     optimizer.drop_frozen()
     if not optimizer.params:
         return True
-    optimizer.compare_with_draws()
-    optimizer.check_isolation()
-    optimizer.take_batch()
+    with optimizer.together():
+        optimizer.check_isolation()
+        optimizer.compare_with_draws()
+        optimizer.take_batch()
     if optimizer.is_physical():
         return False
     if optimizer.overflowed_anywhere():
