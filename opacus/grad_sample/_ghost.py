@@ -65,10 +65,11 @@ class GhostSettings(GradSampleHooks):
     def memory_budget(self) -> int | None:
         """Bytes of a GPU that the step may use at its peak, in the ``_bk`` modes.
 
-        It may be set as a share of the card, such as 0.9; bytes are an int. What is held follows from it block by
-        block, as for :attr:`held_budget`; a step without privacy needs what is left. ``None`` (the
-        default): all that the process can get of the card, but a twentieth of it. After running
-        out of memory a block more runs again from the next step on, with a warning.
+        It may be set as a share of the card, a float such as 0.9; bytes are an int. What is held
+        follows from it block by block, as for :attr:`held_budget`; a step without privacy needs
+        what is left. ``None`` (the default): all that the process can get of the card, but a
+        twentieth of it. After running out of memory a block more runs again from the next step on,
+        with a warning.
         """
         return self._strategy.limits.peak
 
@@ -227,8 +228,8 @@ def _check_share(value: Any) -> None:
     """Refuse fractions that are no share: as bytes they would be one or two."""
     if isinstance(value, Real) and not isinstance(value, Integral) and not 0 < value <= 1:
         raise ValueError(
-            f"memory_budget must be an int, of bytes, or a float in (0, 1], a share of the card: got "
-            f"{value!r}; write memory_budget = 0.9, say, or memory_budget = int(40e9)"
+            "memory_budget must be an int, of bytes, or a float in (0, 1], a share of the card: "
+            f"got {value!r}; write memory_budget = 0.9, say, or memory_budget = int(40e9)"
         )
 
 

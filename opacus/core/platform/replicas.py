@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
 # What stands for a reduction at the end of a backward pass.
 _REDUCES = ("require_backward_grad_sync", "static_graph")
 
