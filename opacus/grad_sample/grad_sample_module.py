@@ -159,7 +159,8 @@ class GradSampleHooks(NamedByUser):
         """What a subclass adds to the hooks."""
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._recorder.unfinished.failed:
+        unfinished = self._recorder.unfinished
+        if unfinished.running and unfinished.failed:
             self._drop_unfinished()
         self._guards.check(self.hooks_enabled)
         if self._untapped and self._unfrozen():

@@ -274,11 +274,6 @@ class DPOptimizer(
                 if getattr(parameter, name, None) is not None:
                     setattr(parameter, name, None)
 
-    def check_isolation(self) -> None:
-        """Let the isolation check look at the batch."""
-        if self.isolation is not None:
-            self.isolation.check()
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
 
@@ -320,7 +315,7 @@ class DPOptimizer(
                 always become ``None``.
         """
         self._cleared_since_signal = True
-        if self.isolation is not None:
+        if self.isolation is not None and self.isolation.pending:
             self.isolation.drop()
         for parameter in self.params:
             parameter.grad_sample = None  # type: ignore[attr-defined]

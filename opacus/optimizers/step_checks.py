@@ -57,7 +57,7 @@ class CheckedOptimizer:
     _unit_names: UnitNames | None = None
     _world_is_known = False
     # Of ranks that share a model.
-    _votes: Votes | None = None
+    votes: Votes | None = None
     isolation: Isolation | None
     # Whether the gradients come from the criterion that make_private returned.
     expects_criterion = False
@@ -72,9 +72,10 @@ class CheckedOptimizer:
         self._draws, self._unit_names = draws, unit_names
         self._warned_of_no_draw = False
         if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
-            self._votes = Votes(ranks_holding(self.params))
+            self.votes = Votes(ranks_holding(self.params))
 
     _step_skip_queue: list[bool]
+    take_batch: Callable[[], None]
     reset_accumulation: Callable[[], None]
     zero_grad: Callable[..., None]
 
@@ -94,25 +95,30 @@ class CheckedOptimizer:
         if self._draws is not None or self._unit_names is not None:
             self._look_at_batch(final=not self._check_skip_next_step(pop_next=False))
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what may refuse a batch: all ranks go on with theirs, or none does.
+    def take_checked(self) -> None:
+        """Check the batch, then put it to those of the step: on all ranks, or on none.
 
         Raises:
             RuntimeError: Another rank refuses its batch, or its backward pass has failed. After
                 any error nothing of the step is left, on all ranks.
         """
-        final = not self._check_skip_next_step(pop_next=False)
         if not self.expects_criterion:  # whose backward pass is where a batch begins
             self.begin_batch()
         try:
             with self.refusing():
                 self._tell_of_failures()
-                yield
-            self._agree_on_step(final)
+                self.check_isolation()
+                self.compare_with_draws()
+                self.take_batch()
+            self._agree_on_step()
         except BaseException:
             self._drop_batch()
             raise
+
+    def check_isolation(self) -> None:
+        """Let the isolation check look at the batch."""
+        if self.isolation is not None:
+            self.isolation.check()
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -120,29 +126,29 @@ class CheckedOptimizer:
         try:
             yield
         except BaseException as error:
-            if self._votes is not None:
-                self._votes.refuse(f"{type(error).__name__}: {error}")
+            if self.votes is not None:
+                self.votes.refuse(f"{type(error).__name__}: {error}")
             raise
 
     def begin_batch(self) -> None:
         """The backward pass of another batch begins."""
-        if self._votes is not None:
-            self._votes.begin()
+        if self.votes is not None:
+            self.votes.begin()
 
     def _tell_of_failures(self) -> None:
         """Other ranks wait for a batch whose backward pass has failed and was dropped."""
         if self.isolation is None or self.expects_criterion:
             return
         unfinished = self.isolation.recorder.unfinished
-        if unfinished.failed:
+        if unfinished.running and unfinished.failed:
             raise RuntimeError(
                 "the backward pass of this batch has failed, and has left a part of its gradients: "
                 "nothing of it was released. Run the step again, or go on with the next batch"
             )
-        why = unfinished.take()
-        if why and self._votes is not None:
-            self._votes.refuse(why)
-            self._votes.begin()
+        why = unfinished.take() if unfinished.dropped else ""
+        if why and self.votes is not None:
+            self.votes.refuse(why)
+            self.votes.begin()
 
     def _drop_batch(self) -> None:
         """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
@@ -159,8 +165,8 @@ class CheckedOptimizer:
         Raises:
             RuntimeError: Another rank refuses its batch.
         """
-        if self._votes is not None:
-            self._votes.agree("")
+        if self.votes is not None:
+            self.votes.agree("")
 
     def _look_at_batch(self, final: bool) -> None:
         if self._unit_names is not None:
@@ -187,11 +193,15 @@ class CheckedOptimizer:
             if seen is not None:
                 seen.forget()
 
-    def _agree_on_step(self, final: bool) -> None:
+    def _agree_on_step(self) -> None:
         """Let no rank release what another one refuses, or still adds to, and then wait for it."""
-        if self._votes is not None:
+        correlation = self._parallelism.correlation
+        if self.votes is None and correlation is None:
+            return
+        final = not self._check_skip_next_step(pop_next=False)
+        if self.votes is not None:
             self.skip_counted_steps()
-            said = self._votes.agree(f"{final}{_STEP}{self._parallelism.key.step}")
+            said = self.votes.agree(f"{final}{_STEP}{self._parallelism.key.step}")
             numbers = {rank: text.partition(_STEP)[2] for rank, text in said.items()}
             if len(set(numbers.values())) > 1:
                 raise RuntimeError(
@@ -201,7 +211,6 @@ class CheckedOptimizer:
                 )
             if len(set(said.values())) > 1:
                 raise RuntimeError(f"nothing of this step was released: {OTHER_NUMBERS}")
-        correlation = self._parallelism.correlation
         if final and correlation is not None and self._draws is not None:
             correlation.take_part(self._draws.part, self._parallelism.key.step)
 

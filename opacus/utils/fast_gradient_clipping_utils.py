@@ -93,8 +93,10 @@ class DPTensorFastGradientClipping(Tensor):
             RuntimeError: A trainable parameter bypassed its layer, or a loss of the same forward
                 pass has been clipped in this step already.
         """
-        self.optimizer.begin_batch()
-        with self.optimizer.refusing():
+        votes = self.optimizer.votes
+        if votes is not None:
+            votes.begin()
+        try:
             self._check_accumulation()
             clip_batch(
                 self.module,
@@ -104,6 +106,10 @@ class DPTensorFastGradientClipping(Tensor):
                 retain_graph=retain_graph,
                 norms_are_known=self._norms_are_known,
             )
+        except BaseException as error:
+            if votes is not None:
+                votes.refuse(f"{type(error).__name__}: {error}")
+            raise
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""

@@ -119,6 +119,9 @@ class Isolation:
         sees_loss: Whether losses come from our criterion (else the graph is looked at).
         replicated: Whether other processes hold the same parameters.
         ranks: Those that share a model sharded by FSDP2.
+
+    Attributes:
+        pending: Forward passes that will be checked before the step.
     """
 
     _warned: ClassVar[bool] = False  # that the check is off
@@ -164,7 +167,7 @@ class Isolation:
         self._watch: Watch | None = None
         self._call: tuple[Any, int, Hashable] | None = None  # that runs: inputs, units, structure
         self._alone = 0  # times that only this rank's pass took another course
-        self._pending: list[Watch] = []
+        self.pending: list[Watch] = []
         self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
         recorder.handles += [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -202,11 +205,11 @@ class Isolation:
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
         key = form, recorder.whose.flags.state, recorder.whose.guesses
         self._call = inputs, units, key
-        if any(w.key == key and self._counts(w) for w in self._pending):
+        if any(w.key == key and self._counts(w) for w in self.pending):
             return  # one forward pass of each structure
         if not self._due(key):
             return
-        self._pending = [w for w in self._pending if w.key != key]
+        self.pending = [w for w in self.pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
 
     def _counts(self, watch: Watch) -> bool:
@@ -219,12 +222,12 @@ class Isolation:
 
     def begin_backward(self) -> None:
         """A backward pass of the criterion's loss begins, on all ranks."""
-        for watch in self._pending:
+        for watch in self.pending:
             watch.begun = True
 
     def drop(self) -> None:
         """No step will be of the batches that a backward pass has come to."""
-        self._pending = [w for w in self._pending if not (w.begun or w.received)]
+        self.pending = [w for w in self.pending if not (w.begun or w.received)]
 
     def _watched(self, inputs: Any, units: int, key: Hashable) -> Watch:
         rows = UnitRows(units, self.batch_first)
@@ -249,7 +252,7 @@ class Isolation:
         if watch is None:
             return None
         watch.relies = course
-        self._pending.append(watch)
+        self.pending.append(watch)
         if not tensors_of(output):
             self._warn(UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
         return watch.gate(output)
@@ -261,7 +264,7 @@ class Isolation:
         if not schedule.new(key):
             return False
         schedule.known.add(key)  # ranks that do not see it are not asked again
-        label = f"{schedule.steps}/{len(self._pending)}/{self._call is None}"
+        label = f"{schedule.steps}/{len(self.pending)}/{self._call is None}"
         outcome = self._meetings.meet(label, repr(key), wait)
         return outcome.agreed
 
@@ -281,7 +284,7 @@ class Isolation:
         What is found is an error in the next step. See
         :func:`~opacus.core.isolation.losses.coupled_loss` for the arguments.
         """
-        waiting = [w for w in self._pending if not w.complete] or self._pending
+        waiting = [w for w in self.pending if not w.complete] or self.pending
         if not waiting or waiting[-1].refusal:
             return
         with torch.no_grad(), self.recorder.paused():
@@ -311,7 +314,7 @@ class Isolation:
         Raises:
             IsolationError: A unit is not the same alone.
         """
-        pending, self._pending = [w for w in self._pending if self._counts(w)], []
+        pending, self.pending = [w for w in self.pending if self._counts(w)], []
         if not pending:
             self.schedule.steps += 1
             return
@@ -421,4 +424,4 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_call": None, "_pending": []}
+        return {**self.__dict__, "_watch": None, "_call": None, "pending": []}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
-from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
 from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
@@ -247,8 +248,9 @@ class Taps:
                 part past the taps.
             ValueError: The layer's rows are of no sample, and get a gradient.
         """
-        if not self.in_backward:
-            self.unfinished.begin()
+        if not (self.in_backward or use.forward_pass.generation.begun):
+            self.unfinished.running = True
+            at_end_of_backward(partial(setattr, self.unfinished, "running", False))
         try:
             if torch.is_grad_enabled():
                 raise twice_differentiated(use.spec)
