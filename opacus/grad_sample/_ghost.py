@@ -226,7 +226,7 @@ def _process() -> str:
 
 def _check_share(value: Any) -> None:
     """Refuse fractions that are no share: as bytes they would be one or two."""
-    if isinstance(value, Real) and not isinstance(value, Integral) and not 0 < value <= 1:
+    if not isinstance(value, Integral) and not 0 < float(value) <= 1:
         raise ValueError(
             "memory_budget must be an int, of bytes, or a float in (0, 1], a share of the card: "
             f"got {value!r}; write memory_budget = 0.9, say, or memory_budget = int(40e9)"

@@ -116,9 +116,12 @@ class CheckedOptimizer:
             raise
 
     def check_isolation(self) -> None:
-        """Let the isolation check look at the batch."""
-        if self.isolation is not None:
-            self.isolation.check()
+        """Let the isolation check look at the batch, if that is due."""
+        isolation = self.isolation
+        if isolation is not None and isolation.pending:
+            isolation.check()
+        elif isolation is not None:
+            isolation.schedule.steps += 1
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
