@@ -248,7 +248,8 @@ class Taps:
                 part past the taps.
             ValueError: The layer's rows are of no sample, and get a gradient.
         """
-        if not (self.in_backward or use.forward_pass.generation.begun):
+        begun = self.in_backward or use.forward_pass.generation.begun
+        if not (begun or torch.compiler.is_compiling()):
             self.unfinished.running = True
             at_end_of_backward(partial(setattr, self.unfinished, "running", False))
         try:
