@@ -26,8 +26,9 @@ def check_isolation(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any
         model: A private model, or an ordinary one in training mode. Under FSDP2 all ranks call
             this together.
         batch: Tensors ``[B, ...]`` in a tuple, list or dictionary, or one tensor; B >= 2.
-        loss: ``loss(model, batch)`` gives the loss of a batch as in training: the mean (or
-            sum, as in ``make_private``) over its samples, or one loss a sample ``[B]``.
+        loss: ``loss(model, batch)`` gives the loss of a batch as in training: the mean or sum over
+            its samples (as in ``make_private``; of an ordinary model either), or one loss a sample
+            ``[B]``.
 
     Raises:
         IsolationError: A sample is another alone. Names the first layer that differs, by how
@@ -45,6 +46,6 @@ def check_isolation(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any
         return
     hooks = GradSampleHooks(model, strict=False)
     try:
-        hooks.isolation.check_loss(model, batch, loss)
+        hooks.isolation.check_loss(model, batch, loss, either=True)
     finally:
         hooks.cleanup()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -65,15 +65,18 @@ class GhostSettings(GradSampleHooks):
     def memory_budget(self) -> int | None:
         """Bytes of a GPU that the step may use at its peak, in the ``_bk`` modes.
 
-        It may be set as a share of the card, such as 0.9. What is held follows from it block by
-        block, as for :attr:`held_budget`; a step without privacy needs what is left. ``None`` (the
-        default): all that the process can get of the card, but a twentieth of it. After running
-        out of memory a block more runs again from the next step on, with a warning.
+        It may be set as a share of the card, a float such as 0.9; bytes are an int. What is held
+        follows from it block by block, as for :attr:`held_budget`; a step without privacy needs
+        what is left. ``None`` (the default): all that the process can get of the card, but a
+        twentieth of it. After running out of memory a block more runs again from the next step on,
+        with a warning.
         """
         return self._strategy.limits.peak
 
     @memory_budget.setter
     def memory_budget(self, value: float | None) -> None:
+        if value is not None:
+            _check_share(value)
         if value is not None and not torch.cuda.is_available():
             raise ValueError("memory_budget is a GPU's, and there is none: set held_budget")
         if value is not None and 0 < value <= 1:
@@ -219,6 +222,15 @@ class GhostNorms(GhostSettings):
 def _process() -> str:
     """This process among those that train together."""
     return str(dist.get_rank()) if dist.is_available() and dist.is_initialized() else "0"
+
+
+def _check_share(value: Any) -> None:
+    """Refuse fractions that are no share: as bytes they would be one or two."""
+    if not isinstance(value, Integral) and not 0 < float(value) <= 1:
+        raise ValueError(
+            "memory_budget must be an int, of bytes, or a float in (0, 1], a share of the card: "
+            f"got {value!r}; write memory_budget = 0.9, say, or memory_budget = int(40e9)"
+        )
 
 
 def _bytes(name: str, value: Any) -> int | None:

@@ -126,7 +126,9 @@ class Guards:
             return
         for parameter in self._module.parameters():
             parameter.grad = parameter.grad_sample = None  # type: ignore[attr-defined]
-        raise foreign_gradients(names)
+        error = foreign_gradients(names)
+        recorder.unfinished.fail(error)
+        raise error
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

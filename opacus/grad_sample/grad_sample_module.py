@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus.core.isolation.check import Isolation
 from opacus.core.norms.kept import add_rows
+from opacus.core.platform.replicas import WithoutReduction
 from opacus.core.record.layers import Layer, layers_of
 from opacus.core.record.record import Record, trains
 from opacus.core.record.recorder import Recorder
@@ -139,7 +140,7 @@ class GradSampleHooks(NamedByUser):
         self._recorder.send_to(self._sink())
         # Before FSDP2's own, which puts whole parameters in the places of shards.
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._recorder.handles.append(first)
+        self._recorder.handles += [first, WithoutReduction(self._module)]
         known = self.__dict__.get("isolation")  # of the optimizer, too
         if known is None:
             self.isolation = self._make_isolation()
@@ -161,11 +162,22 @@ class GradSampleHooks(NamedByUser):
         """What a subclass adds to the hooks."""
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        unfinished = self._recorder.unfinished
+        if unfinished.running and unfinished.failed:
+            self._drop_unfinished()
         self._guards.check(self.hooks_enabled)
         if self._untapped and self._unfrozen():
             self._refuse_unfrozen(
                 "call the wrapper that make_private returned, not the model in it"
             )
+
+    def _drop_unfinished(self) -> None:
+        """Drop what a backward pass that failed has left, and what it was added to."""
+        self._recorder.unfinished.drop()
+        self.isolation.drop()
+        for parameter in self._module.parameters():
+            if getattr(parameter, "grad_sample", None) is not None:
+                parameter.grad = parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def _layers(self, force_functorch: bool) -> list[Layer]:
         def choose(module: nn.Module) -> Any:
@@ -184,6 +196,7 @@ class GradSampleHooks(NamedByUser):
             self._recorder,
             batch_first=self.batch_first,
             shared=self._sees_loss or self.loss_reduction == "mean",
+            mean=self.loss_reduction == "mean",
             sees_loss=self._sees_loss,
             replicated=any(isinstance(m, DistributedDataParallel) for m in self._module.modules()),
             **how,

@@ -146,6 +146,8 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
                 "hooks are disabled, so nothing can be clipped: call enable_hooks() first"
             )
         self._ordinary.forget()
+        if self.isolation.pending:
+            self.isolation.begin_backward()
         self._loss_scale = loss_scale
         try:
             self._strategy.norm_pass(losses, retain_graph)

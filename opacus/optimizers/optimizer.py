@@ -274,17 +274,6 @@ class DPOptimizer(
                 if getattr(parameter, name, None) is not None:
                     setattr(parameter, name, None)
 
-    def check_isolation(self) -> None:
-        """Let the isolation check look at the batch; after an error nothing is left."""
-        if self.isolation is None:
-            return
-        try:
-            self.isolation.check()
-        except BaseException:
-            self.reset_accumulation()
-            self.zero_grad(set_to_none=True)
-            raise
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Clip, add noise and update the parameters.
 
@@ -326,6 +315,8 @@ class DPOptimizer(
                 always become ``None``.
         """
         self._cleared_since_signal = True
+        if self.isolation is not None and self.isolation.pending:
+            self.isolation.drop()
         for parameter in self.params:
             parameter.grad_sample = None  # type: ignore[attr-defined]
             if not self._is_last_step_skipped:

@@ -37,7 +37,6 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             check_norm_count(self._privacy.max_grad_norms, len(self.params))
         self._known = [p for group in self.original_optimizer.param_groups for p in group["params"]]
         self._watch = SumWatch()
-        self.expects_criterion = False
         self.clipped_batches = 0
         self._clipped_samples = 0
         self._accumulated = 1

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
+from opacus.core.isolation.check import Isolation
 from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.draws import Draws
 from opacus.core.privacy.unit_names import UnitNames
-from opacus.core.ranks.meeting import Meetings, ranks_holding
+from opacus.core.ranks.meeting import ranks_holding
 from opacus.core.ranks.parallelism import Single
 from opacus.core.ranks.reduction import OTHER_NUMBERS
+from opacus.core.ranks.votes import Votes
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,7 @@ STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 INDEPENDENT = "OPACUS_INDEPENDENT_RANKS"
 
-# What a rank says whose batch was drawn: the last one of its step, or one that others follow.
-_LAST, _PHYSICAL = "as drawn", "as drawn, with more to follow"
 _STEP = " in step "
-_GO_ON = (_LAST, _PHYSICAL)
-_WAIT = 600.0  # seconds that the others wait for it
 
 
 def only_makes_state(optimizer: Any) -> bool:
@@ -57,9 +56,11 @@ class CheckedOptimizer:
     # Of units, where the user names them.
     _unit_names: UnitNames | None = None
     _world_is_known = False
-    # Of ranks that hold different samples: before a step each says whether it has what it drew.
-    _meetings: Meetings | None = None
-    _met = 0
+    # Of ranks that share a model.
+    votes: Votes | None = None
+    isolation: Isolation | None
+    # Whether the gradients come from the criterion that make_private returned.
+    expects_criterion = False
 
     def follow(self, draws: Draws | None, unit_names: UnitNames | None) -> None:
         """Look at the batches of steps.
@@ -70,10 +71,13 @@ class CheckedOptimizer:
         """
         self._draws, self._unit_names = draws, unit_names
         self._warned_of_no_draw = False
-        self._met = 0
-        looks = draws is not None or unit_names is not None
-        if looks and self._parallelism.world_size > 1:
-            self._meetings = Meetings(ranks_holding(self.params), "draws")
+        if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
+            self.votes = Votes(ranks_holding(self.params))
+
+    _step_skip_queue: list[bool]
+    take_batch: Callable[[], None]
+    reset_accumulation: Callable[[], None]
+    zero_grad: Callable[..., None]
 
     def _samples(self) -> int:
         raise NotImplementedError
@@ -82,28 +86,90 @@ class CheckedOptimizer:
         raise NotImplementedError
 
     def compare_with_draws(self) -> None:
-        """Refuse a batch that is not one that was drawn, on all ranks alike.
+        """Refuse a batch that is not one that was drawn.
 
         Raises:
             RuntimeError: See :class:`~opacus.core.privacy.draws.Draws` and
                 :class:`~opacus.core.privacy.unit_names.UnitNames`.
         """
-        if self._draws is None and self._unit_names is None:
+        if self._draws is not None or self._unit_names is not None:
+            self._look_at_batch(final=not self._check_skip_next_step(pop_next=False))
+
+    def take_checked(self) -> None:
+        """Check the batch, then put it to those of the step: on all ranks, or on none.
+
+        Raises:
+            RuntimeError: Another rank refuses its batch, or its backward pass has failed. After
+                any error nothing of the step is left, on all ranks.
+        """
+        if not self.expects_criterion:  # whose backward pass is where a batch begins
+            self.begin_batch()
+        try:
+            with self.refusing():
+                self._tell_of_failures()
+                self.check_isolation()
+                self.compare_with_draws()
+                self.take_batch()
+            self._agree_on_step()
+        except BaseException:
+            self._drop_batch()
+            raise
+
+    def check_isolation(self) -> None:
+        """Let the isolation check look at the batch, if that is due."""
+        isolation = self.isolation
+        if isolation is not None and isolation.pending:
+            isolation.check()
+        elif isolation is not None:
+            isolation.schedule.steps += 1
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """An error within it drops the batch, and other ranks hear of it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.votes is not None:
+                self.votes.refuse(f"{type(error).__name__}: {error}")
+            raise
+
+    def begin_batch(self) -> None:
+        """The backward pass of another batch begins."""
+        if self.votes is not None:
+            self.votes.begin()
+
+    def _tell_of_failures(self) -> None:
+        """Other ranks wait for a batch whose backward pass has failed and was dropped."""
+        if self.isolation is None or self.expects_criterion:
             return
-        final = not self._check_skip_next_step(pop_next=False)
-        error: RuntimeError | None = None
-        try:
-            self._look_at_batch(final)
-        except RuntimeError as caught:
-            error = caught
-        try:
-            self._agree_on_draws("" if error is None else str(error), final)
-        finally:
-            if error is not None:
-                raise error
-        correlation = self._parallelism.correlation
-        if final and correlation is not None and self._draws is not None:
-            correlation.take_part(self._draws.part, self._parallelism.key.step)
+        unfinished = self.isolation.recorder.unfinished
+        if unfinished.running and unfinished.failed:
+            raise RuntimeError(
+                "the backward pass of this batch has failed, and has left a part of its gradients: "
+                "nothing of it was released. Run the step again, or go on with the next batch"
+            )
+        why = unfinished.take() if unfinished.dropped else ""
+        if why and self.votes is not None:
+            self.votes.refuse(why)
+            self.votes.begin()
+
+    def _drop_batch(self) -> None:
+        """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
+        signals = self._step_skip_queue[1:]
+        if self.isolation is not None:
+            self.isolation.recorder.unfinished.forget()
+        self.reset_accumulation()
+        self.zero_grad(set_to_none=True)
+        self._step_skip_queue[:] = signals
+
+    def agree(self) -> None:
+        """Before ranks communicate in a backward pass: all come to that, or all raise.
+
+        Raises:
+            RuntimeError: Another rank refuses its batch.
+        """
+        if self.votes is not None:
+            self.votes.agree("")
 
     def _look_at_batch(self, final: bool) -> None:
         if self._unit_names is not None:
@@ -130,30 +196,26 @@ class CheckedOptimizer:
             if seen is not None:
                 seen.forget()
 
-    def _agree_on_draws(self, refusal: str, final: bool) -> None:
+    def _agree_on_step(self) -> None:
         """Let no rank release what another one refuses, or still adds to, and then wait for it."""
-        if self._meetings is None:
+        correlation = self._parallelism.correlation
+        if self.votes is None and correlation is None:
             return
-        self._met += 1
-        self.skip_counted_steps()
-        own = refusal or f"{_LAST if final else _PHYSICAL}{_STEP}{self._parallelism.key.step}"
-        said = self._meetings.meet(str(self._met), own, _WAIT).said
-        parts = {rank: (text or "").partition(_STEP) for rank, text in said.items()}
-        others = {r: said[r] for r, (drawn, _, _) in parts.items() if drawn not in _GO_ON}
-        if others:
-            rank, text = next(iter(others.items()))
-            raise RuntimeError(
-                f"nothing of this step was released: rank {rank} "
-                + (f"refused its batch: {text}" if text else "did not come to the step")
-            )
-        numbers = {rank: number for rank, (_, _, number) in parts.items()}
-        if len(set(numbers.values())) > 1:
-            raise RuntimeError(
-                "nothing of this step was released: each rank would draw the noise of another step "
-                f"({numbers} by rank). Load the same checkpoint, and the accountant's state, on all"
-            )
-        if len(set(said.values())) > 1:
-            raise RuntimeError(f"nothing of this step was released: {OTHER_NUMBERS}")
+        final = not self._check_skip_next_step(pop_next=False)
+        if self.votes is not None:
+            self.skip_counted_steps()
+            said = self.votes.agree(f"{final}{_STEP}{self._parallelism.key.step}")
+            numbers = {rank: text.partition(_STEP)[2] for rank, text in said.items()}
+            if len(set(numbers.values())) > 1:
+                raise RuntimeError(
+                    "nothing of this step was released: each rank would draw the noise of another "
+                    f"step ({numbers} by rank). Load the same checkpoint, and the accountant's "
+                    "state, on all"
+                )
+            if len(set(said.values())) > 1:
+                raise RuntimeError(f"nothing of this step was released: {OTHER_NUMBERS}")
+        if final and correlation is not None and self._draws is not None:
+            correlation.take_part(self._draws.part, self._parallelism.key.step)
 
     def check_world(self) -> None:
         """Refuse a model of one process where there are several.

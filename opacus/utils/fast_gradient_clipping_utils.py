@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from opacus.core.platform.torch_internals import outside_graphs
@@ -93,15 +93,23 @@ class DPTensorFastGradientClipping(Tensor):
             RuntimeError: A trainable parameter bypassed its layer, or a loss of the same forward
                 pass has been clipped in this step already.
         """
-        self._check_accumulation()
-        clip_batch(
-            self.module,
-            self.optimizer,
-            self.loss_per_sample,
-            loss_scale=None if self.loss_scale is None else float(self.loss_scale),
-            retain_graph=retain_graph,
-            norms_are_known=self._norms_are_known,
-        )
+        votes = self.optimizer.votes
+        if votes is not None:
+            votes.begin()
+        try:
+            self._check_accumulation()
+            clip_batch(
+                self.module,
+                self.optimizer,
+                self.loss_per_sample,
+                loss_scale=None if self.loss_scale is None else float(self.loss_scale),
+                retain_graph=retain_graph,
+                norms_are_known=self._norms_are_known,
+            )
+        except BaseException as error:
+            if votes is not None:
+                votes.refuse(f"{type(error).__name__}: {error}")
+            raise
 
     def _norms_are_known(self, norms: Tensor) -> None:
         """What a subclass does between the norms ``[B]`` and the clipping."""
@@ -298,6 +306,13 @@ class DPLossFastGradientClipping:
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the user's criterion; arguments are those of ``torch.compile``."""
+        if isinstance(self.criterion, nn.Module):
+            self.criterion.compile(*args, **kwargs)
+        else:
+            self.criterion = torch.compile(self.criterion, *args, **kwargs)
 
     def _averages(self) -> bool:
         return self.loss_reduction == "mean"

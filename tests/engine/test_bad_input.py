@@ -116,6 +116,14 @@ def test_settings_of_other_modes(mode: str, wrap_model: bool) -> None:
         assert getattr(model, name, None) is None
 
 
+@pytest.mark.parametrize("share", [2.0, 1.5e9, -0.5, 0.0, float("nan")])
+def test_a_share_of_more_than_the_card(share: float) -> None:
+    model = PrivacyEngine().make_private(**arguments(grad_sample_mode="ghost_bk"))[0]
+    with pytest.raises(ValueError, match=r"int, of bytes, or a float in \(0, 1\].* = int\(40e9\)"):
+        model.memory_budget = share
+    assert model.memory_budget is None
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

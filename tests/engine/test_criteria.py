@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -144,3 +145,31 @@ def test_a_wrong_shape_is_named(mode: str, shape: Any) -> None:
     logits = model(inputs)
     criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape).backward()
     optimizer.step()
+
+
+class OwnLoss(nn.CrossEntropyLoss):
+    """What torch.compile looks into: it leaves losses of torch as they are."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target) * 2.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("criterion", [OwnLoss(), functional.cross_entropy])
+@pytest.mark.parametrize("mode", GHOST)
+def test_a_criterion_is_compiled(mode: str, criterion: Any) -> None:
+    torch.manual_seed(0)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def loss_of(loss: Any, output: Tensor, rows: slice) -> Tensor:
+        if hasattr(loss, "module"):
+            loss.compile(backend=backend)
+        return loss(output, targets[rows])  # type: ignore[no-any-return]
+
+    inputs, targets = torch.randn(B, 4) * 3, torch.randint(0, 3, (B,))
+    train(nn.Linear(4, 3), mode, copy.copy(criterion), loss_of, inputs)
+    assert graphs

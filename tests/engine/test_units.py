@@ -145,10 +145,8 @@ def test_a_unit_is_in_one_physical_batch_of_a_step(mode: str) -> None:
     part([0, 1], True)
     with pytest.raises(RuntimeError, match=r"rows of the units \[7\]"):
         part([2, 3], False)
-    with pytest.raises(RuntimeError, match=r"rows of the units \[7\]"):
-        optimizer.step()
-    optimizer.reset_accumulation()
-    optimizer.zero_grad()
+    with pytest.raises((RuntimeError, ValueError), match=r"no clipped gradient|not initialized"):
+        optimizer.step()  # nothing is left of either
     part([0, 2], True)
     part([1, 3, 4], False)
     want = clipped_sum(Net(flattened), x, y, OF_USERS)

@@ -117,9 +117,13 @@ class Isolation:
         recorder: Its recorder.
         batch_first: Whether dimension 0 of tensors counts units.
         shared: Whether the loss is a mean over units, or one loss a unit.
+        mean: Whether the user's loss of a batch is a mean over units, rather than their sum.
         sees_loss: Whether losses come from our criterion (else the graph is looked at).
         replicated: Whether other processes hold the same parameters.
         ranks: Those that share a model sharded by FSDP2.
+
+    Attributes:
+        pending: Forward passes that will be checked before the step.
     """
 
     _warned: ClassVar[bool] = False  # that the check is off
@@ -131,6 +135,7 @@ class Isolation:
         *,
         batch_first: bool = True,
         shared: bool = True,
+        mean: bool = True,
         sees_loss: bool = False,
         replicated: bool = False,
         ranks: ModelRanks | None = None,
@@ -138,12 +143,12 @@ class Isolation:
         self.model = model
         self.batch_first = batch_first
         self.shared = shared
+        self.mean = mean
         self.sees_loss = sees_loss
         self.ranks = ranks
         self.schedule = Schedule()
         self.on = switched_on(VARIABLE, default=True)
         self._said: set[str] = set()
-        self._refusal: str | None = None
         self._meetings: Meetings | None = None
         if ranks is not None and ranks.count > 1:
             self._meetings = Meetings(ranks_with(model), "isolation")
@@ -164,7 +169,7 @@ class Isolation:
         self._watch: Watch | None = None
         self._call: tuple[Any, int, Hashable] | None = None  # that runs: inputs, units, structure
         self._alone = 0  # times that only this rank's pass took another course
-        self._pending: list[Watch] = []
+        self.pending: list[Watch] = []
         self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
         recorder.handles += [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -202,12 +207,29 @@ class Isolation:
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
         key = form, recorder.whose.flags.state, recorder.whose.guesses
         self._call = inputs, units, key
-        if any(w.key == key and (w.received or self.ranks) for w in self._pending):
+        if any(w.key == key and self._counts(w) for w in self.pending):
             return  # one forward pass of each structure
         if not self._due(key):
             return
-        self._pending = [w for w in self._pending if w.key != key]
+        self.pending = [w for w in self.pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
+
+    def _counts(self, watch: Watch) -> bool:
+        """Whether a backward pass has gone through a forward pass; with other ranks has begun to.
+
+        Those of which it failed, or that none has come to, are not of the step. Ranks must agree,
+        and one without samples has no gradient.
+        """
+        return watch.complete if self.ranks is None else watch.begun
+
+    def begin_backward(self) -> None:
+        """A backward pass of the criterion's loss begins, on all ranks."""
+        for watch in self.pending:
+            watch.begun = True
+
+    def drop(self) -> None:
+        """No step will be of the batches that a backward pass has come to."""
+        self.pending = [w for w in self.pending if not (w.begun or w.received)]
 
     def _watched(self, inputs: Any, units: int, key: Hashable) -> Watch:
         rows = UnitRows(units, self.batch_first)
@@ -232,7 +254,7 @@ class Isolation:
         if watch is None:
             return None
         watch.relies = course
-        self._pending.append(watch)
+        self.pending.append(watch)
         if not tensors_of(output):
             self._warn(UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
         return watch.gate(output)
@@ -244,7 +266,7 @@ class Isolation:
         if not schedule.new(key):
             return False
         schedule.known.add(key)  # ranks that do not see it are not asked again
-        label = f"{schedule.steps}/{len(self._pending)}/{self._call is None}"
+        label = f"{schedule.steps}/{len(self.pending)}/{self._call is None}"
         outcome = self._meetings.meet(label, repr(key), wait)
         return outcome.agreed
 
@@ -264,16 +286,19 @@ class Isolation:
         What is found is an error in the next step. See
         :func:`~opacus.core.isolation.losses.coupled_loss` for the arguments.
         """
-        if not self._pending or self._refusal is not None:
+        waiting = [w for w in self.pending if not w.complete] or self.pending
+        if not waiting or waiting[-1].refusal:
             return
         with torch.no_grad(), self.recorder.paused():
             found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
         if found is not None:
-            self._refusal = (
+            said = (
                 f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
                 "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
                 "a loss that is normalised over the batch. Compute it from each sample alone"
             )
+            for watch in waiting:
+                watch.refusal = said
 
     def _notice_mean(self, found: str) -> None:
         self._warn(
@@ -291,11 +316,12 @@ class Isolation:
         Raises:
             IsolationError: A unit is not the same alone.
         """
-        if not self._pending and self._refusal is None:
+        pending, self.pending = [w for w in self.pending if self._counts(w)], []
+        if not pending:
             self.schedule.steps += 1
             return
-        pending, self._pending, self._watch, self._call = self._pending, [], None, None
-        refusal, self._refusal = self._refusal, None
+        self._watch, self._call = None, None
+        refusal = next((watch.refusal for watch in pending if watch.refusal), None)
         try:
             for watch in pending:
                 refusal = self._checked(watch, refusal)
@@ -305,8 +331,21 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
-    def check_loss(self, model: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
-        """See :func:`opacus.check_isolation`."""
+    def check_loss(
+        self,
+        model: Any,
+        batch: Any,
+        loss: Callable[[Any, Any], Any],
+        either: bool = False,
+    ) -> None:
+        """See :func:`opacus.check_isolation`.
+
+        Args:
+            model: What the loss is called with.
+            batch: The same.
+            loss: Gives the loss of a batch.
+            either: Whether that may be a mean or a sum over units, as nobody has said which.
+        """
         units = number_of_units(batch, None, self.batch_first)
         rows = UnitRows(units or 0, self.batch_first)
         if not units or units < 2 or not rows.divides(batch):
@@ -316,14 +355,17 @@ class Isolation:
             )
         if not self.model.training:
             raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
-        runs = LossRuns(model, batch, rows, loss, self.shared)
-        try:
-            found = self._probe.run(runs)
-        except IncomparableError as reason:
-            raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
-        if self._any_rank(bool(found)):
-            text = explained(found[0], self.model, runs.count) if found else ELSEWHERE
-            raise IsolationError(text)
+        said = ""
+        for mean in (self.mean, not self.mean) if either else (self.mean,):
+            runs = LossRuns(model, batch, rows, loss, mean)
+            try:
+                found = self._probe.run(runs)
+            except IncomparableError as reason:
+                raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
+            if not self._any_rank(bool(found)):
+                return
+            said = said or (explained(found[0], self.model, runs.count) if found else ELSEWHERE)
+        raise IsolationError(said)
 
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
@@ -384,4 +426,4 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_call": None, "_pending": [], "_refusal": None}
+        return {**self.__dict__, "_watch": None, "_call": None, "pending": []}

@@ -17,6 +17,7 @@ from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
+from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
 from opacus.core.record.named import NamedUnits
 
@@ -55,6 +56,9 @@ class Watch:
         self.key = key
         self.shared = shared
         self.relies = False  # see Runs; the pass took another course than those before
+        self.begun = False  # whether a backward pass of ours has begun since
+        self.complete = False  # whether one that came here has ended
+        self.refusal: str | None = None  # what is wrong with its losses
         self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
         self.cotangents: dict[int, Tensor] = {}  # [k, m, ...] by place among the outputs
@@ -78,6 +82,8 @@ class Watch:
         """The gradient of an output has come; the first one counts."""
         if place in self.received:
             return
+        if not self.received:
+            at_end_of_backward(self._end)
         self.received.add(place)
         notice = self._notice()
         said = None if notice is None else batch_mean(grad, _GATES)
@@ -95,6 +101,9 @@ class Watch:
             front = grad.detach().movedim(dim, 0)
             self.dims[place] = dim
             self._keep(place, front.reshape(units, len(front) // units, *front.shape[1:]))
+
+    def _end(self) -> None:
+        self.complete = True
 
     def _keep(self, place: int, grad: Tensor) -> None:
         """Keep the rows ``[units, m, ...]`` of a few units."""

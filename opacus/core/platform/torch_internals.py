@@ -317,10 +317,10 @@ stream_number: Callable[[int], int] = getattr(
 )
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the backward pass that is running has ended."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
+# Calls a function when the backward pass that is running has ended, unless by an error.
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+)
 
 
 def number_of_backward() -> int:

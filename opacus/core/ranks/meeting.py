@@ -6,8 +6,12 @@ collective, and nothing on the device; a meeting costs some round trips to the s
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +25,8 @@ from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import default_store
 
 _SAME, _DIFFER = b"same", b"differ"
+_ENDED = "opacus/ended/{}"
+_LOOK = 0.5  # seconds between looks for ranks that have ended
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Meetings:
         self._prefix = f"opacus/{purpose}/{digest}/{self._made[purpose + digest]}"
         self._store: Any = default_store()
         self._last = ""
+        _tell_the_end(self._store)
 
     def meet(self, label: str, value: str, wait: float) -> Outcome:
         """Compare ``value`` with what the other ranks say; not empty.
@@ -77,17 +84,27 @@ class Meetings:
 
     def _ended(self, key: str, wait: float) -> bytes | None:
         """How the meeting ended, ``None`` if it did not."""
-        deadline = time.monotonic() + wait
+        deadline, look = time.monotonic() + wait, time.monotonic() + _LOOK
         for pause in itertools.chain(
             [0.0] * 4, [0.0005] * 20, [0.002] * 20, itertools.repeat(0.02)
         ):
             if self._store.check([f"{key}/end"]):
                 end: bytes = self._store.get(f"{key}/end")
                 return end
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline or (now > look and self._waits_for_the_ended(key)):
                 return None
+            look = now + _LOOK if now > look else look
             time.sleep(pause)
         return None
+
+    def _waits_for_the_ended(self, key: str) -> bool:
+        """Whether a rank that has not come will not."""
+        return any(self.ended(r) and self._get(f"{key}/{r}") is None for r in self.ranks)
+
+    def ended(self, rank: int) -> str:
+        """How the process of a rank has ended; empty if it has not."""
+        return "" if self._store is None else self._get(_ENDED.format(rank)) or ""
 
     def _get(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
@@ -115,6 +132,21 @@ class Meetings:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
+
+
+@functools.cache
+def _tell_the_end(store: Any) -> None:
+    """Lets ranks that wait for this one know when its process ends, and of which error."""
+    if store is not None:
+        atexit.register(say_the_end, store, dist.get_rank())
+
+
+def say_the_end(store: Any, rank: int) -> None:
+    """The process of this rank ends."""
+    error = getattr(sys, "last_value", None)  # that nobody has caught
+    why = "" if error is None else f": {type(error).__name__}: {error}"
+    with contextlib.suppress(Exception):  # the store may have gone before
+        store.set(_ENDED.format(rank), f"has ended{why}")
 
 
 def ranks_with(model: nn.Module) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_dtensor
-from opacus.core.platform.torch_internals import number_of_backward
+from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
 from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
 from opacus.core.record.head_loss import HEAD_USE, HeadUse
@@ -33,6 +34,7 @@ from opacus.core.record.reached import Reached
 from opacus.core.record.record import ANCHOR, Record, Tap, Use, differentiable, record_of, tap_one
 from opacus.core.record.regroup import record_by_unit
 from opacus.core.record.shared import Scope, Shared, tap_shared
+from opacus.core.record.unfinished import Unfinished
 from opacus.core.record.whose import WhoseRows
 from opacus.core.rules.spec import LayerSpec
 
@@ -57,6 +59,7 @@ class Taps:
         carried: Lets autograd carry per-sample gradients past the records, if that is possible.
         losses: Number of losses of the backward pass that runs, where it is known.
         probed: Whether the model runs on the side, to check it.
+        unfinished: Backward passes of torch's own that have failed.
         taps_in_graphs: Whether compiled graphs contain taps, or end at each layer.
     """
 
@@ -81,6 +84,7 @@ class Taps:
         self.whose = WhoseRows(layers)
         self.reached = Reached()
         self.passes = Passes(dim)
+        self.unfinished = Unfinished()
         self._sharded = sharded
 
     def send_to(self, sink: Callable[[Record], None]) -> None:
@@ -242,32 +246,40 @@ class Taps:
                 part past the taps.
             ValueError: The layer's rows are of no sample, and get a gradient.
         """
-        if torch.is_grad_enabled():
-            raise twice_differentiated(use.spec)
-        if use.refusal is not None:
-            raise ValueError(f"{use.refusal}. Nothing of this batch was added to the model")
-        if use.reached():
-            self.passes.join(use.forward_pass)
-        # FSDP2 takes the weight away again, which such a rule is given.
-        borrowed = borrowed or (self._sharded and use.layer.rule.as_given)
-        forward_pass = use.forward_pass
-        # One input may hold several samples, in a list, say: then the losses tell.
-        one = forward_pass.batch == 1 and forward_pass.named is None
-        told = one and self.losses not in (None, 1)
-        if use.units is not None and not told:
-            with self.paused():  # some rules run the layer again
-                record = record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
-        else:
-            # All rows of another use are the one sample's, too (DoRA runs an adapter on an
-            # identity).
-            rows = 0 if one and not told else forward_pass.rows.get(use.spec.name, 0)
-            record = record_of(use, tensors, grads, rows, borrowed=borrowed)
-            if self.whose.repeats.open:
-                backprops = record.backprops
-                first = backprops[0] if isinstance(backprops, tuple) else backprops
-                self.whose.repeats.received(use.spec, first, use.repeated)
-        if self.enabled:
-            self.sink(record)
+        begun = self.in_backward or use.forward_pass.generation.begun
+        if not (begun or torch.compiler.is_compiling()):
+            self.unfinished.running = True
+            at_end_of_backward(partial(setattr, self.unfinished, "running", False))
+        try:
+            if torch.is_grad_enabled():
+                raise twice_differentiated(use.spec)
+            if use.refusal is not None:
+                raise ValueError(f"{use.refusal}. Nothing of this batch was added to the model")
+            if use.reached():
+                self.passes.join(use.forward_pass)
+            # FSDP2 takes the weight away again, which such a rule is given.
+            borrowed = borrowed or (self._sharded and use.layer.rule.as_given)
+            forward_pass = use.forward_pass
+            # One input may hold several samples, in a list, say: then the losses tell.
+            one = forward_pass.batch == 1 and forward_pass.named is None
+            told = one and self.losses not in (None, 1)
+            if use.units is not None and not told:
+                with self.paused():  # some rules run the layer again
+                    record = record_by_unit(use, use.units, tensors, grads, borrowed=borrowed)
+            else:
+                # All rows of another use are the one sample's, too (DoRA runs an adapter on an
+                # identity).
+                rows = 0 if one and not told else forward_pass.rows.get(use.spec.name, 0)
+                record = record_of(use, tensors, grads, rows, borrowed=borrowed)
+                if self.whose.repeats.open:
+                    backprops = record.backprops
+                    first = backprops[0] if isinstance(backprops, tuple) else backprops
+                    self.whose.repeats.received(use.spec, first, use.repeated)
+            if self.enabled:
+                self.sink(record)
+        except Exception as error:
+            self.unfinished.why = f"{type(error).__name__}: {error}"
+            raise
 
 
 def _look_up(taps: Taps, spec: LayerSpec, indices: Tensor) -> None:

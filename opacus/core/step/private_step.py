@@ -5,7 +5,7 @@
 
 ``clip_batch`` is the ``backward()`` of the criterion in ghost modes, once for each physical batch.
 In ``hooks`` and its like ``backward()`` leaves per-sample gradients, and
-:meth:`Optimizer.take_batch` does the rest of that line. ``release`` is everything in
+:meth:`Optimizer.take_checked` does the rest of that line. ``release`` is everything in
 ``optimizer.step()`` before the wrapped optimizer's own step, for each logical batch.
 
 =====================  =========================================================================
@@ -95,14 +95,12 @@ class Optimizer(Protocol):
     def drop_frozen(self) -> None:
         """What is frozen now gets no noise, so nothing of it is released."""
 
-    def compare_with_draws(self) -> None:
-        """Refuse a batch of other samples than the loader drew."""
+    def take_checked(self) -> None:
+        """Put the batch's clipped sum to those of the step; in ``hooks`` clip it first.
 
-    def check_isolation(self) -> None:
-        """Refuse a batch in which a sample's gradient is not its own."""
-
-    def take_batch(self) -> None:
-        """Put the batch's clipped sum to those of the step; in ``hooks`` clip it first."""
+        Before that refuse a batch of other samples than the loader drew, or in which a sample's
+        gradient is not its own. All ranks go on after it, or none does.
+        """
 
     def is_physical(self) -> bool:
         """Whether more batches of the same logical one follow."""
@@ -182,9 +180,7 @@ def release(optimizer: Optimizer) -> bool:
     optimizer.drop_frozen()
     if not optimizer.params:
         return True
-    optimizer.compare_with_draws()
-    optimizer.check_isolation()
-    optimizer.take_batch()
+    optimizer.take_checked()
     if optimizer.is_physical():
         return False
     if optimizer.overflowed_anywhere():

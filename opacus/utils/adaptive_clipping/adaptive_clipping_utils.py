@@ -77,7 +77,9 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         Raises:
             ValueError: The accountant cannot count one more batch in this step.
         """
-        self.optimizer.check_early(self.optimizer.clipped_batches + 1)
+        self.optimizer.begin_batch()
+        with self.optimizer.refusing():
+            self.optimizer.check_early(self.optimizer.clipped_batches + 1)
         try:
             super().backward(retain_graph)
         except BaseException:
@@ -105,6 +107,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         spend_on_count(privacy, std)
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
         count = centred_count(within) / self.module.copies_of_samples
+        self.optimizer.agree()
         fraction = private_fraction(count, std, batch, parallelism, norms.device)
         self.optimizer.pay_early(self.optimizer.clipped_batches + 1)
         privacy.max_grad_norm = quantile.update(privacy.max_grad_norm, fraction)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import opacus
 from opacus import IsolationError
@@ -41,6 +41,21 @@ def test_check_isolation_sees_the_whole_loss(mode: str) -> None:
 
     with pytest.raises(IsolationError, match="layer '0'"):
         opacus.check_isolation(model, batch, spread)
+
+
+@pytest.mark.parametrize("mode", ["an ordinary model", *MODES])
+def test_a_loss_that_is_a_sum(mode: str) -> None:
+    model: Any = mlp()
+    if mode != "an ordinary model":
+        total = nn.CrossEntropyLoss(reduction="sum")
+        model = private(model, mode, total, loss_reduction="sum")[0]
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return F.cross_entropy(m(b[0]), b[1], reduction="sum")
+
+    opacus.check_isolation(model, vectors(), loss)
+    with pytest.raises(IsolationError, match=r"sample . is not its own"):
+        opacus.check_isolation(model, vectors(), lambda m, b: loss(m, b) ** 2)
 
 
 def test_check_isolation_says_what_it_cannot_do() -> None:
