@@ -98,7 +98,7 @@ class HeldParameters(AbstractGradSampleHooks):
         known, self._looked_at = {id(p) for p in self._every}, every
         here = {id(p) for p in every} - known
         new = [(n, p) for n, p in module.named_parameters() if id(p) in here]
-        self._untapped += new
+        self._untapped = [*self._untapped, *new]
         self._every += [p for _, p in new]
         if self._untapped and self._unfrozen():
             self._refuse_unfrozen("their modules were added since")

@@ -205,10 +205,10 @@ def _changed(args: tuple[Any, ...], kwargs: Any, name: str, meets_samples: bool)
     short = name.strip("_")
     if name != "__setitem__" and short in _CHANGES and not meets_samples:
         changed = _run(getattr(Tensor, _CHANGES[short]), args, kwargs)
-        if isinstance(changed, Shared) and changed.shape == first.shape:
-            if changed.dtype == first.dtype:
-                torch.autograd.graph.increment_version(first)
-                return changed
+        same = changed.shape == first.shape and changed.dtype == first.dtype
+        if same and isinstance(changed, Shared):
+            torch.autograd.graph.increment_version(first)
+            return changed
     raise first.refusal(f"is changed in place ({name})")
 
 

@@ -76,8 +76,9 @@ class Follower:
     A model may branch on its own counters, on random numbers (LayerDrop), or on values that the
     program has read. So passes are followed until each trained layer has run in one, and some later
     ones are again; if one differs, all are from then on. Layers that ran on inputs of another
-    structure are waited for if layers were left out before, and in few passes. One that was not followed is refused if a layer ran in it that inputs of
-    this structure had not run, or gave tensors of other dimensions: their rows may be anything's.
+    structure are waited for if layers were left out before, and in few passes. One that was not
+    followed is refused if a layer ran in it that inputs of this structure had not run, or gave
+    tensors of other dimensions: their rows may be anything's.
 
     Args:
         trained: For each layer, by name, what gives the parameters of it that are trained now.
@@ -194,8 +195,8 @@ class Follower:
     def _waits(self, answer: Answer) -> bool:
         """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
         if self._varies and answer.waits and answer.passes <= LOOK_AGAIN[-1]:
-            some = (name for name in self._trained if name not in answer.ran)
-            answer.waits = any(self._trained[name]() for name in some)
+            left_out = (name for name in self._trained if name not in answer.ran)
+            answer.waits = any(self._trained[name]() for name in left_out)
             return answer.waits
         absent = sorted(name for name in self._absent if self._trained[name]())
         if absent and answer.passes == LOOK_AGAIN[-1] + 1:
