@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import opacus.core.record.taps
+import opacus.core.ranks.carried
 import opacus.core.sums.choice
 from tests.helpers import oracle
 from tests.helpers.carried import ROWS, STEPS, Case, batch, wanted
@@ -23,7 +23,7 @@ ONE = functools.partial(Case, mode="ghost_bk")
 @pytest.fixture(autouse=True)
 def _store_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 10**9)
-    monkeypatch.setattr(opacus.core.record.taps, "OWN_WEIGHT_TOKENS", 1)
+    monkeypatch.setattr(opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS", 1)
 
 
 def learnt(**how: Any) -> Case:

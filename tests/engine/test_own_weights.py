@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.stateless import _reparametrize_module
 
 import opacus.core.ranks.carried
@@ -17,6 +16,7 @@ from opacus.core.record.own_weights import Owned, own_weights, views_to_own
 from tests.helpers.carried import ROWS, STEPS, Case, Net, batch, prefer, wanted
 from tests.helpers.lone_sample import no_gradient, private
 from tests.helpers.oracle import relative_error
+from tests.helpers.watched_calls import all_hooked, hooked, replaced, saved_elsewhere, watched
 
 ALL = 4  # the low-rank layers without a bias
 
@@ -27,7 +27,7 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     for module, name in [
         (opacus.core.sums.choice, "KEEP_PASSES"),
         (opacus.core.sums.choice, "STORE_PASSES"),
-        (opacus.core.record.taps, "OWN_WEIGHT_TOKENS"),
+        (opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS"),
     ]:
         monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
     prefer("store")
@@ -66,50 +66,15 @@ def test_uses_batches_and_copies(owned: list[nn.Module]) -> None:
     assert exact(case, owned, views=2) > 0
 
 
-@contextlib.contextmanager
-def hooked(case: Case) -> Iterator[Any]:
-    handle = case.model.blocks[0].up.a.register_forward_hook(lambda m, a, output: output * 1.0)
-    yield
-    handle.remove()
-
-
-@contextlib.contextmanager
-def watched(case: Case) -> Iterator[Any]:
-    handle = case.model.blocks[0].up.a.register_full_backward_hook(lambda m, i, o: None)
-    yield
-    handle.remove()
-
-
-@contextlib.contextmanager
-def replaced(case: Case) -> Iterator[Any]:
-    layer = case.model.blocks[0].up.a
-    layer.forward = lambda x: nn.functional.linear(x, layer.weight)
-    yield
-    del layer.forward
-
-
-@contextlib.contextmanager
-def all_hooked(case: Case) -> Iterator[Any]:
-    handle = register_module_forward_hook(lambda m, a, output: None)
-    yield
-    handle.remove()
-
-
-@contextlib.contextmanager
-def saved_elsewhere(case: Case) -> Iterator[Any]:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        yield
-
-
 @pytest.mark.parametrize(
     ("how", "left"),
     [(hooked, 3), (watched, 3), (replaced, 3), (all_hooked, 0), (saved_elsewhere, 0)],
 )
 def test_who_looks_on_sees_the_call(
-    owned: list[nn.Module], how: Callable[[Case], Any], left: int
+    owned: list[nn.Module], how: Callable[[Any], Any], left: int
 ) -> None:
     case = learnt(owned)
-    with how(case):
+    with how(case.model.blocks[0].up.a):
         for _ in range(2 if how is replaced else 0):
             assert exact(case, owned) == 0  # followed
         assert exact(case, owned) == left
@@ -211,7 +176,7 @@ def test_a_weight_of_another_type_is_left_alone(owned: list[nn.Module]) -> None:
 def test_on_a_gpu_sums_are_those_of_records(owned: list[nn.Module]) -> None:
     sums: dict[int, list[Tensor]] = {}
     for tokens in (1, 10**9):  # from where on a layer has weights of its own
-        opacus.core.record.taps.OWN_WEIGHT_TOKENS = tokens
+        opacus.core.ranks.carried.OWN_WEIGHT_TOKENS = tokens
         torch.manual_seed(5)
         net = Net().cuda()
         held = [p for p in net.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import opacus.core.record.taps
+import opacus.core.ranks.carried
 import opacus.core.sums.choice
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
@@ -155,4 +155,4 @@ def prefer(what: str) -> None:
     """Let the planner ``"store"`` or ``"keep"`` all layers where both are possible."""
     opacus.core.sums.choice.KEEP_PASSES = 10**9 if what == "store" else 2
     opacus.core.sums.choice.STORE_PASSES = 10**9 if what == "keep" else 3
-    opacus.core.record.taps.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here
+    opacus.core.ranks.carried.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here

@@ -22,8 +22,10 @@ Note [Units of tokens]
 
 Note [What is switched off]
     Dropout does nothing in these runs, so that a row is the same with and without the
-    others. A model that draws random numbers in another way is recognised because one row
-    alone differs from itself; it gets a warning, since nothing can be said.
+    others. A model that draws random numbers in another way draws others for a row alone. There a
+    row among others is compared with the row among copies of itself, as many, with the same
+    numbers: if these differ the model is refused. If not it gets a warning, since what depends on
+    the number of rows was not seen.
 
 Note [When]
     At the first step; at the first batch of a new structure (see

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import (
-    numbers_drawn,
+    RandomNumbers,
     same_buffers,
     undisturbed,
     without_dropout,
@@ -38,7 +38,7 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
-AGAIN = 16  # times that one runs again, where random choices may fall alike (routing, LayerDrop)
+RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -139,6 +139,7 @@ class Probe:
             return self._compare(runs)
 
     def _compare(self, runs: Runs) -> list[Difference]:
+        numbers = RandomNumbers(self._model)
         together = self._attempt(runs, partial(self._tapped, runs, range(runs.count)))
         if isinstance(together, Exception):
             refused = not isinstance(together, IncomparableError) and _is_ours(together)
@@ -155,16 +156,49 @@ class Probe:
             one, unit = _column(together, place), runs.unit(place)
             found = self._differences(unit, one, alone[number], tolerance)
             differing += [(number, difference) for difference in found if runs.counts]
-        number = differing[0][0] if differing else 0
-        for _ in range(AGAIN if self._any_rank(bool(differing)) else 0):
-            before = numbers_drawn()
+        if self._any_rank(bool(differing)):
+            number = differing[0][0] if differing else 0
             again = self._alone(runs, chosen[number])
-            random = self._differences(0, alone[number], again, tolerance)
-            if self._any_rank(bool(random)):
-                raise IncomparableError("it draws random numbers of its own, other ones each time")
-            if not self._any_rank(numbers_drawn() != before):
-                break  # no random choice, which may fall as before
+            random = bool(self._differences(0, alone[number], again, tolerance))
+            if self._any_rank(random or numbers.drawn()):
+                return self._beside_copies(runs, chosen[number], together, numbers)
         return [difference for _, difference in differing]
+
+    def _beside_copies(
+        self, runs: Runs, place: int, together: Norms, numbers: RandomNumbers
+    ) -> list[Difference]:
+        """Whether a unit is another beside copies of itself, where it gets the same numbers.
+
+        In a batch of another size it gets other ones.
+
+        Args:
+            runs: Runs the model.
+            place: Of the unit.
+            together: Norms of all units, measured with these numbers.
+            numbers: Random ones.
+
+        Raises:
+            IncomparableError: It is not, or differs from itself even in the same batch.
+        """
+        every = range(runs.count)
+        if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
+            raise IncomparableError(RANDOM)
+        tolerance = _tolerance(self._model, self._dtypes)
+
+        def differences(places: Sequence[int], compared: Iterable[int]) -> list[Difference]:
+            numbers.again()
+            found = self._attempt(runs, partial(self._tapped, runs, places))
+            if isinstance(found, Exception):
+                raise IncomparableError(RANDOM)
+            pairs = [(runs.unit(p), _column(together, p), _column(found, p)) for p in compared]
+            all_found = [self._differences(*pair, tolerance) for pair in pairs]
+            return [one for some in all_found for one in some if runs.counts]
+
+        own = differences(every, every)  # it has a generator of its own
+        beside = differences([place] * runs.count, [place])
+        if self._any_rank(bool(own)) or not self._any_rank(bool(beside)):
+            raise IncomparableError(RANDOM)
+        return beside
 
     # --- one run ---
 

@@ -39,29 +39,55 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def numbers_drawn() -> list[Any]:
-    """The states of random generators, which drawing a number changes."""
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
-    if numpy is not None:
-        states.append(repr(numpy.get_state(legacy=False)))
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state().tolist())
-    return states
+class RandomNumbers:
+    """The states of random generators at one moment: the numbers that follow can be drawn again.
+
+    Those of Python, NumPy and PyTorch that programs share; not a model's own generators.
+
+    Args:
+        model: On whose devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        self._devices = sorted(d for d in devices if d is not None)
+        self._states = self._now()
+
+    def drawn(self) -> bool:
+        """Whether any has been drawn since then."""
+        pairs = zip(self._now(), self._states, strict=True)
+        return not all(_equal(now, before) for now, before in pairs)
+
+    def again(self) -> None:
+        """Draw the same ones from now on."""
+        python, numpy, cpu, *gpus = self._states
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, gpus, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _now(self) -> list[Any]:
+        numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+        other = None if numpy is None else numpy.get_state(legacy=False)
+        gpus = [torch.cuda.get_rng_state(device) for device in self._devices]
+        return [random.getstate(), other, torch.get_rng_state(), *gpus]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, two)
+    return repr(one) == repr(two)  # NumPy's holds an array, of which the ends are told
 
 
 @contextmanager
 def _random_states(model: nn.Module) -> Iterator[None]:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    python, other = random.getstate(), None if numpy is None else numpy.get_state()
+    numbers = RandomNumbers(model)
     try:
-        with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(other)
+        numbers.again()
 
 
 @contextmanager

@@ -17,7 +17,8 @@ Note [Carriers]
     not be added: a second use is tapped as ever.
 
     In eager code the carrier of a plain layer with a small weight is the weight itself, see Note
-    [A weight for each sample] in :mod:`opacus.core.record.own_weights`.
+    [A weight for each sample] in :mod:`opacus.core.record.own_weights`. Other plain layers are
+    one node each, see Note [A node for a linear layer] in :mod:`opacus.core.record.own_calls`.
 
     Which layers these are was learnt from a step with records, of inputs with the same shapes and
     at least as many samples (more may need more memory than was there): those whose rows are the
@@ -44,20 +45,30 @@ from torch import Tensor, nn
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.torch_internals import number_of_backward, outside_graphs
+from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
+from opacus.core.platform.torch_internals import (
+    calls_themselves,
+    number_of_backward,
+    outside_graphs,
+)
 from opacus.core.platform.trees import leaves_of
-from opacus.core.ranks.carrier_nodes import PartNode, Target, Unused
+from opacus.core.ranks.carrier_nodes import (
+    PartNode,
+    Target,
+    Unused,
+    with_rows,
+    without_memory,
+)
 from opacus.core.ranks.lone_parts import UseOfParts
 from opacus.core.record.carriers import BOTH, Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.lone import PassSink
+from opacus.core.record.own_calls import Call, call_directly, call_of, calls_may_change
 from opacus.core.record.own_weights import (
     Owned,
     can_own,
     cast_on,
-    disown_weights,
     own_weights,
-    parts_may_own,
     views_to_own,
 )
 from opacus.core.record.passes import ForwardPass
@@ -85,6 +96,7 @@ class _CarriedLayer(NamedTuple):
         name: Of the layer.
         owners: Names in the model of the parameters whose gradients the carriers get.
         owns: The layer, if each sample may have a weight of its own.
+        call: What may stand for its call, if it is a plain linear one.
     """
 
     hooks: LayerHooks
@@ -95,6 +107,7 @@ class _CarriedLayer(NamedTuple):
     name: str
     owners: tuple[str, ...]
     owns: nn.Module | None
+    call: Call | None
 
 
 class _Carrying(NamedTuple):
@@ -105,12 +118,14 @@ class _Carrying(NamedTuple):
         names: Of the layers.
         choices: Of those whose gradients are stored, by layer.
         device: Where they are.
+        calls: What may stand for the calls of plain linear ones.
     """
 
     layers: list[_CarriedLayer]
     names: frozenset[str]
     choices: dict[str, Choice]
     device: torch.device
+    calls: list[Call]
 
 
 Known = dict[nn.Module, _Carrying]
@@ -146,8 +161,9 @@ class Carried:
         self._now: Known = {}
         self.running = False  # in a forward pass with carriers
         self._use: UseOfParts | None = None
-        self._owned = 0  # layers that have had a weight for each sample in it
-        self._entered: list[tuple[nn.Module, _Carrying, Owned]] = []
+        self._direct = 0  # layers that have been called without hooks in it
+        # With what is called without hooks now.
+        self._entered: list[tuple[nn.Module, _Carrying, list[nn.Module]]] = []
         self._parts: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -191,14 +207,14 @@ class Carried:
 
     @property
     def manner(self) -> Hashable:
-        """Which layers are carried in the pass that runs, and how many own weights were there."""
-        return self._owned, *[own.names for own in self._now.values()]
+        """Which layers are carried in the pass that runs, and how many were without hooks."""
+        return self._direct, *[own.names for own in self._now.values()]
 
     def end(self) -> None:
         """The forward pass has ended or failed: all is in its place again."""
         while self._entered:
             self._out()
-        self._now, self._use, self.running, self._owned = {}, None, False, 0
+        self._now, self._use, self.running, self._direct = {}, None, False, 0
 
     def learn(
         self, passes: Collection[ForwardPass], kept: Kept, choices: Mapping[str, Choice]
@@ -233,6 +249,7 @@ class Carried:
                     names,
                     {c.layer: c for layer in own if (c := layer.choice) is not None},
                     own[0].likes[0].device,
+                    [layer.call for layer in own if layer.call is not None],
                 )
         self._known[key] = seen.batch or 0, found
 
@@ -270,9 +287,9 @@ class Carried:
             self._run_again(part)
             return
         one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
-        cast = cast_on(carrying.device)
+        cast, direct = cast_on(carrying.device), calls_may_change()
         with torch.no_grad():
-            targets, likes = _targets(carrying, one, cast)
+            targets, likes = _targets(carrying, one, cast, direct)
         carriers = iter(PartNode.apply(ANCHOR, self._use, targets, likes, first) or ())
         owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
@@ -281,12 +298,14 @@ class Carried:
             else:
                 own = tuple([next(carriers) for _ in layer.likes])
                 layer.hooks.carriers = Carriers(layer.form, own, layer.dims)
-        self._owned += len(owned)
         own_weights(owned, cast)
+        called = call_directly(carrying.calls) if direct and cast is None else []
+        called += [module for module, _ in owned]
+        self._direct += len(called)
         self.choices.update(carrying.choices)
         one.generation.waiting.add(self._use)
         carrying.layers[0].hooks.recorder.reached.note(one)
-        self._entered.append((part, carrying, owned))
+        self._entered.append((part, carrying, called))
 
     def _run_again(self, part: nn.Module) -> None:
         """If a checkpoint does so with a compiled part, its graph finds carriers, as before."""
@@ -305,7 +324,7 @@ class Carried:
         one = hooks.recorder.reached.now(carrying.layers[0].hooks.layer.spec)
         one.generation.recomputed |= carrying.names
         for layer in carrying.layers:
-            likes = [_with_rows(like, one.batch) for like in layer.likes]
+            likes = [with_rows(like, one.batch) for like in layer.likes]
             own = Unused.apply(ANCHOR, layer.hooks.layer.spec, likes)
             layer.hooks.carriers = Carriers(layer.form, own, layer.dims)  # type: ignore[arg-type]
         self._entered.append((part, carrying, []))
@@ -316,11 +335,10 @@ class Carried:
             self._out()
 
     def _out(self) -> None:
-        _, carrying, owned = self._entered.pop()
-        disown_weights(owned)
-        if len(owned) < len(carrying.layers):
-            for layer in carrying.layers:
-                layer.hooks.carriers = None
+        _, carrying, called = self._entered.pop()
+        calls_themselves(called)
+        for layer in carrying.layers:
+            layer.hooks.carriers = None
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -361,20 +379,21 @@ def _carried(
         choice = None
     if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
         return None
-    likes = [_without_memory(row) for row in rows if row is not None]
+    likes = [without_memory(row) for row in rows if row is not None]
     (dims,) = [dims for own, dims in seen.kinds if own == name]
     owners = tuple([layer.owners[local] for local in layer.spec.params])
-    once = name in seen.long and name not in uses.recomputed
-    owns = layer.module if choice is not None and once and can_own(layer) else None
-    return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns)
+    eager = choice is not None and name not in uses.recomputed
+    tokens = seen.tokens.get(name, -1) if eager else -1
+    owns = layer.module if tokens >= OWN_WEIGHT_TOKENS and can_own(layer) else None
+    call = call_of(hooks) if tokens >= 0 and owns is None else None
+    return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns, call)
 
 
 def _targets(
-    carrying: _Carrying, forward_pass: ForwardPass, cast: torch.dtype | None
+    carrying: _Carrying, forward_pass: ForwardPass, cast: torch.dtype | None, may_own: bool
 ) -> tuple[list[Target], list[Tensor]]:
     """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
     batch, uses = forward_pass.batch, forward_pass.generation.uses
-    may_own = parts_may_own()
     targets: list[Target] = []
     likes: list[Tensor] = []
     for layer in carrying.layers:
@@ -387,7 +406,7 @@ def _targets(
                 views = views_to_own(layer.owns, batch, cast)
             targets.append(layer.owners if views is None else layer.owners[0])
         if views is None:
-            likes += [_with_rows(like, batch) for like in layer.likes]
+            likes += [with_rows(like, batch) for like in layer.likes]
         else:
             likes.append(views)
     return targets, likes
@@ -397,18 +416,8 @@ def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Use:
     """That of a layer whose record is kept: its use."""
     layer = carried.hooks.layer
     use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
-    use.register(_with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
+    use.register(with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
     return use
-
-
-def _with_rows(like: Tensor, batch: int | None) -> Tensor:
-    """A carrier's model for so many samples."""
-    return like if batch in (None, len(like)) else like[0].expand(batch, *like.shape[1:])
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, dtype and device whose elements are one."""
-    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 def _form(leaf: Any, batch: int | None) -> Hashable:

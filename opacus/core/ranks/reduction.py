@@ -234,7 +234,9 @@ class ShardedSink:
         device = next(iter(waiting.values())).factors.device
         bucket.whole = torch.empty(first.world, total, dtype=first.dtype, device=device)
         self._fill(bucket, bucket.whole, waiting)
-        for name, start, size in zip(bucket.names, bucket.starts, sizes, strict=True):
+        some_wait = self.holding or bool(self.unreduced)
+        places = zip(bucket.names, bucket.starts, sizes, strict=True)
+        for name, start, size in places if some_wait else ():
             part = bucket.whole[:, start : start + size]
             earlier = self.unreduced.pop(name)
             if earlier is not None:

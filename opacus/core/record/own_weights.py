@@ -23,11 +23,7 @@ from torch import Tensor, nn
 
 from opacus.core.platform.saved_tensors import packs_saved_tensors
 from opacus.core.platform.sizes import OWN_WEIGHT_WIDTH
-from opacus.core.platform.torch_internals import (
-    call_instead,
-    calls_themselves,
-    hooks_every_module,
-)
+from opacus.core.platform.torch_internals import call_instead
 from opacus.core.record.layers import Layer
 
 # Layers, and the weights of each for all samples.
@@ -73,17 +69,6 @@ def views_to_own(
     return weight.to(cast).t().expand(batch, -1, -1)
 
 
-def parts_may_own() -> bool:
-    """Whether layers may be called so now: nobody watches all modules.
-
-    A checkpoint would save other tensors as it runs a layer again, which has its hooks then. In a
-    graph there is nothing to save.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not (hooks_every_module() or packs_saved_tensors())
-
-
 def cast_on(device: torch.device) -> torch.dtype | None:
     """What autocast casts weights to, if it is on."""
     on = torch.is_autocast_enabled(device.type)
@@ -91,16 +76,11 @@ def cast_on(device: torch.device) -> torch.dtype | None:
 
 
 def own_weights(owned: Owned, cast: torch.dtype | None = None) -> None:
-    """From now on these layers run with their ``[B, d, p]``; see :func:`disown_weights`."""
+    """From now on these layers run with their ``[B, d, p]``."""
     for module, weights in owned:
         weight = module._parameters["weight"]
         place = None if weight is None else weight.data_ptr()
         call_instead(module, functools.partial(_run, weights, weight, place, cast, module))
-
-
-def disown_weights(owned: Owned) -> None:
-    """The layers run as ever."""
-    calls_themselves([module for module, _ in owned])
 
 
 def _run(

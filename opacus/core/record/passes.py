@@ -93,7 +93,8 @@ class ForwardPass:
         note: Called when a backward pass comes here, where its units are in one batch of a step.
         moved: Layers whose rows are not the units in their order.
         kinds: Layers that ran, with the number of dimensions of what they gave.
-        long: Layers that ran in eager code on many tokens of each sample.
+        tokens: Of each sample, in layers that ran in eager code on one tensor; 0: it was no
+            ``[B, T, d]``.
         hidden: Units of each use of a layer without gradients, as reentrant checkpoints let them
             run; a text says why they are unknown.
         in_graphs: Rows of each use of a layer in a compiled graph, where the call was followed;
@@ -110,7 +111,7 @@ class ForwardPass:
     note: Callable[[], None] | None = None
     moved: set[str] = field(default_factory=set)
     kinds: set[tuple[str, int]] = field(default_factory=set)
-    long: set[str] = field(default_factory=set)
+    tokens: dict[str, int] = field(default_factory=dict)
     hidden: Hidden = field(default_factory=dict)
     in_graphs: dict[str, list[Units | None]] = field(default_factory=dict)
 

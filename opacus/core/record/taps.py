@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_dtensor
-from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
 from opacus.core.platform.torch_internals import number_of_backward
 from opacus.core.record.carriers import Carries, twice_differentiated
 from opacus.core.record.compiled import compiled_taps_from_environment
@@ -143,8 +142,7 @@ class Taps:
         use.register(output.shape, counted=not self.in_backward)
         if isinstance(loss, HeadUse):
             return loss.tap(use, output)
-        if x.dim() == output.dim() == 3 and x.shape[1] >= OWN_WEIGHT_TOKENS:
-            one.long.add(spec.name)
+        one.tokens[spec.name] = x.shape[1] if x.dim() == output.dim() == 3 else 0
         return tap_one(ANCHOR, use, output, x)
 
     def _tap_many(self, layer: Layer, spec: LayerSpec, args: Any, kwargs: Any, output: Any) -> Any:

@@ -198,9 +198,10 @@ class TransposedLinearRule(LinearRule):
 
 def _rows(x: Tensor, g: Tensor, transposed: bool, weight: bool, bias: bool) -> tuple[Tensor, ...]:
     """See :meth:`LayerRule.carried`."""
-    rows, g = [], as_tokens(g)
+    if g.dim() != 3 or x.dtype != g.dtype:  # autocast lets a layer's input and output differ
+        x, g = as_tokens(x.to(g.dtype)), as_tokens(g)
+    rows = []
     if weight:
-        x = as_tokens(x.to(g.dtype))  # autocast lets a layer's input and output differ
         rows.append(products_of_rows(x, g) if transposed else products_of_rows(g, x))
     if bias:
         rows.append(g.sum(1))
@@ -228,4 +229,4 @@ def products_of_rows(left: Tensor, right: Tensor) -> Tensor:
     """``L_i^T R_i`` of each sample's ``[T, p]`` and ``[T, d]``: ``[B, p, d]``."""
     if left.shape[0] == 1:  # a plain product starts sooner than a batched one
         return torch.mm(left[0].t(), right[0]).unsqueeze(0)
-    return torch.bmm(left.transpose(1, 2), right)
+    return torch.bmm(left.mT, right)

@@ -25,15 +25,16 @@ from tests.helpers.isolation import (
 )
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_that_draws_random_numbers(mode: str) -> None:
+def test_a_model_that_draws_random_numbers(mode: str, generator: torch.Generator | None) -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.l = nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.l(x + torch.randn_like(x))
+            return self.l(x + torch.randn(x.shape, generator=generator))
 
     parts = private(Noisy(), mode)
     with pytest.warns(UserWarning, match="random numbers of its own"):
@@ -41,27 +42,38 @@ def test_a_model_that_draws_random_numbers(mode: str) -> None:
     step(parts, vectors())  # once
 
 
-class Expert(nn.Module):
-    """As a router does that draws one of its experts, mostly the same one."""
+class Experts(nn.Module):
+    """A router that draws one of two experts for each sample, mostly the same one."""
 
-    def __init__(self) -> None:
+    def __init__(self, coupled: bool = False) -> None:
         super().__init__()
         self.l, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.scale = (lambda x: float(x.detach().norm())) if coupled else (lambda x: 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale(x)
         return torch.where(torch.rand(len(x), 1) < 0.3, self.other(x), self.l(x))
 
 
 def test_choices_by_random_numbers_that_often_fall_alike() -> None:
     said, batch = 0, vectors()
     for seed in range(12):
-        parts = private(Expert(), "ghost_bk")
+        parts = private(Experts(), "ghost_bk")
         torch.manual_seed(seed)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             step(parts, batch)
         said += any("random numbers of its own" in str(w.message) for w in found)
     assert said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_samples_that_depend_on_others_beside_random_numbers(mode: str) -> None:
+    for seed in range(12):
+        parts = private(Experts(coupled=True), mode)
+        torch.manual_seed(seed)
+        with pytest.raises(IsolationError, match="is not its own"):
+            step(parts, vectors())
 
 
 class Tokens(nn.Module):

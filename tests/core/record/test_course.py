@@ -93,7 +93,7 @@ def test_a_harmless_change_is_checked_once() -> None:
     for _ in range(LATER):
         step(made)
     assert checks.checks == 1
-    made[0].register_forward_pre_hook(
+    made[0]._module.register_forward_pre_hook(
         lambda _, args: (args[0] * torch.ones((), requires_grad=True),)
     )
     for _ in range(3):

@@ -9,6 +9,7 @@ Letters: B units, T tokens, d features, V rows of the head, c of them at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,7 +97,7 @@ def token_losses(
     state = x.new_zeros(3, len(line), dtype=wide)  # lse, logit of the target, sum of all logits
     lse, picked, sums = state
     lse.fill_(-torch.inf)
-    for start, stop in _parts(vocabulary, len(line)):
+    for start, stop in _parts(vocabulary, len(line), _most(x.device)):
         logits = _logits(x, weight, bias, start, stop)
         if _fused(logits):
             from opacus.core.kernels.loss import head_triton
@@ -133,7 +134,7 @@ def sweep(head: Head, grads: Tensor, options: LossOptions, wanted: Wanted) -> No
             return sweep(head, grads, options, wanted)
     head = live(head, grads, options)
     grads = grads.masked_fill(head.targets == options.ignore_index, 0.0)
-    hidden, most = head.hidden, PART_ELEMENTS
+    hidden, most = head.hidden, _most(grads.device)
     if wanted.units is not None or wanted.norm_sq is not None:
         most = min(most, PART_ELEMENTS * grads.numel() // max(1, len(grads) * hidden.shape[-1]))
     for start, stop in _parts(len(head.weight), grads.numel(), most):
@@ -176,11 +177,22 @@ def _of_head(logits: Tensor, hidden: Tensor, wanted: Wanted, part: slice) -> Non
         wanted.total_bias[part] = bias.sum(0)
 
 
-def _parts(vocabulary: int, tokens: int, most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Where parts of the vocabulary start and stop; there are none without tokens."""
+def _most(device: torch.device) -> int:
+    """Elements of a part's logits: more on a GPU with more memory, as each part is launched."""
+    return PART_ELEMENTS * max(1, _memory(device) >> 35)
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    """Bytes of a GPU; 0 of a CPU, whose caches like small parts."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def _parts(vocabulary: int, tokens: int, most: int) -> Iterator[tuple[int, int]]:
+    """Where parts of the vocabulary start and stop, each of at most so many logits."""
     if not tokens:
         return
-    size = max(1, (PART_ELEMENTS if most is None else most) // max(1, tokens))
+    size = max(1, most // max(1, tokens))
     size = size // 128 * 128 if size > 128 else size
     for start in range(0, vocabulary, size):
         yield start, min(vocabulary, start + size)

@@ -270,6 +270,10 @@ def _in_one_launch(
     device, sizes = grads[0].device, [_elements(grad) for grad in grads]
     results: list[Tensor] = []
     for part in consecutive(range(len(grads)), sizes.__getitem__, SHARED_ELEMENTS):
+        if len(part) == 1:  # cutting it out of a larger one would take three times as long
+            shape = grads[part[0]].shape[1:]
+            results.append(torch.empty(shape, dtype=dtype, device=device))
+            continue
         flat = torch.empty(sum(sizes[p] for p in part), dtype=dtype, device=device)
         results += _parts(flat, [grads[p] for p in part], [sizes[p] for p in part])
     _launch_into(results, grads, factors, excluded)

@@ -76,7 +76,7 @@ class Follower:
     A model may branch on its own counters, on random numbers (LayerDrop), or on values that the
     program has read. So passes are followed until each trained layer has run in one, and some later
     ones are again; if one differs, all are from then on. Layers that ran on inputs of another
-    structure are waited for if layers were left out before, and in few passes. One that was not
+    structure are waited for if layers were left out before, and in few passes. A pass that was not
     followed is refused if a layer ran in it that inputs of this structure had not run, or gave
     tensors of other dimensions: their rows may be anything's.
 
