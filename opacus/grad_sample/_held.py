@@ -26,7 +26,6 @@ class HeldParameters(AbstractGradSampleHooks):
     hooks_enabled: bool
     grad_accumulation_allowed: bool
     _every: list[nn.Parameter]  # that the model has had since hooks were added
-    _looked_at: list[nn.Parameter] | None  # those of the latest forward pass
     force_functorch: bool
 
     @abstractmethod
@@ -85,22 +84,20 @@ class HeldParameters(AbstractGradSampleHooks):
         for _, parameter in new:
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
-    def _look_for_new(self, module: nn.Module, args: Any) -> None:
-        """Refuse parameters of modules that were added since; after the recorder's own hook.
+    def _look_for_new(self) -> None:
+        """Refuse parameters of modules that were added since.
 
         Raises:
             RuntimeError: They are trainable, and nothing clips them; names them.
         """
-        recorder = self._recorder
-        every = recorder.whose.flags.parameters
-        if every is self._looked_at or recorder.probed or self._guards.sharded():
+        if self._guards.sharded():
             return
-        known, self._looked_at = {id(p) for p in self._every}, every
-        here = {id(p) for p in every} - known
-        new = [(n, p) for n, p in module.named_parameters() if id(p) in here]
-        self._untapped += new
+        known = {id(p) for p in self._every}
+        here = {id(p) for p in self._recorder.whose.flags.parameters} - known
+        new = [(n, p) for n, p in self._module.named_parameters() if id(p) in here]
+        self._untapped = [*self._untapped, *new]
         self._every += [p for _, p in new]
-        if self._untapped and self._unfrozen():
+        if self._unfrozen():
             self._refuse_unfrozen("their modules were added since")
 
     def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:

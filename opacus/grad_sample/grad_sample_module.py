@@ -149,9 +149,8 @@ class GradSampleHooks(NamedByUser):
         covered = {owner for layer in self._recorder.layers for owner in layer.owners.values()}
         named = self._module.named_parameters()
         self._untapped = [(name, p) for name, p in named if name not in covered]
-        self._every, self._looked_at = list(self._module.parameters()), None
-        new = self._module.register_forward_pre_hook(self._look_for_new)
-        self._recorder.handles.append(new)
+        self._every = list(self._module.parameters())
+        self._recorder.whose.flags.tell = self._look_for_new
         self._mark_unheld()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles

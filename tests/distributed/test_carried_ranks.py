@@ -156,11 +156,11 @@ def check_the_rest(rank: int, world_size: int) -> None:
     layers = [case.model.blocks[0].up.b, case.double.blocks[0].up.b]
     for layer in layers:
         layer.weight.requires_grad_(False)
-    assert case.error(rank, world_size, 9) < 2e-5
+    for _ in range(3):  # two of them are followed, as of another model
+        assert case.error(rank, world_size, 9) < 2e-5
     assert case.records == ["blocks.0.up.b"]  # of its bias
     for layer in layers:
         layer.weight.requires_grad_(True)
-    assert case.error(rank, world_size, 10) < 2e-5  # followed, after a pass unlike the others
     assert case.error(rank, world_size, 10) < 2e-5 and not case.records
 
     progress("under a budget")

@@ -86,6 +86,7 @@ def test_a_layer_that_is_frozen_or_called_otherwise(owned: list[nn.Module]) -> N
     layers = [case.model.blocks[0].up.a, case.double.blocks[0].up.a]
     for layer in layers:
         layer.weight.requires_grad_(False)
+    assert [exact(case, owned) for _ in range(2)] == [0, 0]  # followed, as of another model
     assert exact(case, owned) == ALL - 1
     for layer in layers:
         layer.weight.requires_grad_(True)

@@ -139,6 +139,9 @@ FAMILIES: dict[str, Family] = {
                          {"relative_attention": True, "position_buckets": 4,
                           "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16,
                           "pooler_dropout": 0.0}),
+    "DeBERTa": Family("DebertaForSequenceClassification",
+                      {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+                       "pooler_hidden_size": 16, "pooler_dropout": 0.0}),
     "Wav2Vec2": Family("Wav2Vec2ForSequenceClassification",
                        {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4),
                         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
@@ -184,6 +187,7 @@ def run(model: Any, batch: dict[str, Tensor]) -> Tensor:
 # Family: what is refused by name, and where LoRA's adapters go, which are right.
 REFUSED: dict[str, tuple[str, list[str]]] = {
     "Qwen3-Next": (r"linear_attn.norm.*triangular", ["q_proj", "out_proj"]),
+    "DeBERTa": (r"rel_embeddings.*or freeze it", ["in_proj", "pos_proj", "pos_q_proj"]),
 }
 
 
@@ -235,6 +239,14 @@ def test_checkpoints_of_layers_that_run_once_for_all_samples(name: str, mode: st
     model = replace(family, config={**family.config, **more}).build()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     check(name, model, mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_deberta_with_its_table_frozen(mode: str) -> None:
+    """Its projections of positions run once for all samples, and are divided in place."""
+    model: Any = FAMILIES["DeBERTa"].build()
+    model.deberta.encoder.rel_embeddings.requires_grad_(False)
+    check("DeBERTa", model, mode)
 
 
 def test_a_layer_with_a_cache_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

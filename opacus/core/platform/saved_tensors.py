@@ -1,7 +1,9 @@
-"""Whether what graphs save goes through hooks, as torch's activation checkpoints let it."""
+"""What graphs save: whether it goes through hooks, as checkpoints let it, and how long it stays."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import torch
@@ -32,3 +34,17 @@ def finds_saved_tensors() -> bool:
     hooks = asked(True)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith("_recomputation_hook.")  # of torch.utils.checkpoint
+
+
+def let_graphs_run_backward_twice() -> None:
+    """Compiled graphs keep what they save until it is dropped; torch lets them give it away.
+
+    Those that were made otherwise are dropped. It holds for all that is compiled from now on.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    if not getattr(config, "donated_buffer", False):
+        return
+    config.donated_buffer = False
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if hasattr(dynamo, "reset"):
+        dynamo.reset()

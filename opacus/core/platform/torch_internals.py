@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -229,20 +228,6 @@ def prepare_for_graphs(plain: Iterable[type]) -> None:
             function = getattr(method, "__func__", method)
             if isinstance(function, FunctionType):
                 skip(function.__code__)
-
-
-def let_graphs_run_backward_twice() -> None:
-    """Compiled graphs keep what they save until it is dropped; torch lets them give it away.
-
-    Those that were made otherwise are dropped. It holds for all that is compiled from now on.
-    """
-    config: Any = importlib.import_module("torch._functorch.config")
-    if not getattr(config, "donated_buffer", False):
-        return
-    config.donated_buffer = False
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if hasattr(dynamo, "reset"):
-        dynamo.reset()
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -40,7 +40,8 @@ class Flags:
     not a sample's own.
 
     Attributes:
-        parameters: Of the model, another list if its modules have changed.
+        parameters: Of the model.
+        tell: Called when its modules have changed.
         state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
             settings are, where they change alike.
     """
@@ -55,6 +56,7 @@ class Flags:
         self._latest: list[Any] = []
         self._entries: list[Hashable] = []
         self.parameters: list[nn.Parameter] = []
+        self.tell: Callable[[], None] | None = None
         self._trained: list[bool] = []  # which of them
         self._numbers: dict[Hashable, set[float]] = {}
         self._known: dict[Hashable, int] = {}
@@ -103,6 +105,8 @@ class Flags:
         lent = len(self.parameters) < len(every)  # for a call (functional_call)
         self._size = -1 if lent else sum(map(len, self._holders))
         self._note(range(len(found)))
+        if self.tell is not None:
+            self.tell()
 
     def _note(self, places: Any) -> None:
         """These settings are other ones than before."""
@@ -138,7 +142,7 @@ class Flags:
             return (kind, type(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(Flags())
+        return {**vars(Flags()), "tell": self.tell}
 
 
 class _Fixed(Flags):

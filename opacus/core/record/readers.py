@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 MOST_ELEMENTS = 1 << 16
 # Parts of transformers' state space and linear attention layers, which read their parameters.
 _STATE_SPACE = ("conv1d", "dt_proj")
+_DEBERTA = ("transformers.models.deberta.", "transformers.models.deberta_v2.")
 
 
 def _reads(module: nn.Module) -> tuple[str, ...]:
@@ -30,9 +31,9 @@ def _reads(module: nn.Module) -> tuple[str, ...]:
 
 
 def read_once(module: nn.Module) -> tuple[str, ...]:
-    """Names of parts of one parameter that the module reads once for all samples, as DeBERTa-v2
+    """Names of parts of one parameter that the module reads once for all samples, as DeBERTa
     does its table of relative positions."""
-    theirs = type(module).__module__.startswith("transformers.models.deberta_v2.")
+    theirs = type(module).__module__.startswith(_DEBERTA)
     return ("rel_embeddings",) if theirs and "rel_embeddings" in module._modules else ()
 
 

@@ -14,6 +14,9 @@ Note [Shared tensors]
     had saved. There shared tensors meet what they met before, so what has the same shape has its
     samples in the same place; gradients go through the first graph alone.
 
+    A change in place gives a new tensor: the old one, and what sees its memory, is refused from
+    then on, as it would have other values than its rows.
+
     The trail follows the rows like all else: a mistake made here ends in its refusal.
 """
 
@@ -95,6 +98,7 @@ class Shared(Tensor):
 
     _source: Source
     _rows: Tensor | None
+    _seen: int  # its version when it was made
 
     @classmethod
     def of(cls, value: Tensor, source: Source) -> Shared:
@@ -102,6 +106,7 @@ class Shared(Tensor):
         made: Shared = torch.Tensor._make_subclass(cls, value.detach(), True)
         made._source, made._rows = source, None
         with torch._C.DisableTorchFunctionSubclass():
+            made._seen = made._version
             made.register_hook(partial(_astray, source))
         return made
 
@@ -116,6 +121,13 @@ class Shared(Tensor):
         """An ordinary tensor with samples at a place, to be combined with one that has them."""
         made = self._source.at(place) if self._source.at is not None else None
         return _along(self.rows(), place, self._source) if made is None else made
+
+    def check_unchanged(self) -> None:
+        """Refuse a tensor whose memory has been changed in place since it was made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = self._version != self._seen
+        if changed:
+            raise self.refusal("is changed in place, where it is used again by another name")
 
     @property
     def scope(self) -> Scope:
@@ -142,6 +154,7 @@ class Shared(Tensor):
 def rows_of_input(tensor: Tensor, scope: Scope) -> Tensor:
     """What a layer that gave a shared tensor was given, with a row for each sample."""
     if isinstance(tensor, Shared):
+        tensor.check_unchanged()
         return tensor.rows()
     if scope.place_of(tensor) == Place(tensor.dim()):
         return tensor  # looked at for its shape, say
@@ -158,6 +171,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     leaves, tree = tree_flatten((args, kwargs))
     shared = [leaf for leaf in leaves if isinstance(leaf, Shared)]
     source, name = shared[0]._source, getattr(func, "__name__", "")
+    for leaf in shared:
+        leaf.check_unchanged()
     others = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, Shared)]
     places = {place for t in others if (place := source.scope.place_of(t)) is not None}
 
@@ -167,7 +182,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return function(*new_args, **new_kwargs)
 
     if isinstance(args[0] if args else None, Shared) and _in_place(name):
-        raise _refusal(source, f"is changed in place ({name})")
+        return _changed(args, kwargs, name, bool(places))
     if places and name not in _LIKE:
         if len(places) > 1 or name.strip("_") not in _MEETS:
             raise _refusal(source, f"is combined with the samples' tensors by {name}")
@@ -182,6 +197,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if not differentiable or not torch.is_grad_enabled() or func in _ENDS:
         return value
     return _shared(func, name, call, value, shared, args)
+
+
+def _changed(args: tuple[Any, ...], kwargs: Any, name: str, meets_samples: bool) -> Any:
+    """What an operation that changes a shared tensor makes of it, in memory of its own."""
+    first: Shared = args[0]
+    short = name.strip("_")
+    if name != "__setitem__" and short in _CHANGES and not meets_samples:
+        changed = _run(getattr(Tensor, _CHANGES[short]), args, kwargs)
+        same = changed.shape == first.shape and changed.dtype == first.dtype
+        if same and isinstance(changed, Shared):
+            torch.autograd.graph.increment_version(first)
+            return changed
+    raise first.refusal(f"is changed in place ({name})")
 
 
 def _shared(
@@ -319,6 +347,11 @@ _MEETS = _POINTWISE | frozenset(
     ("iadd", "isub", "imul", "itruediv", "cat", "concat", "matmul", "bmm", "baddbmm",
      "scaled_dot_product_attention")
 )  # fmt: skip
+# Operations in place, and what gives the same elsewhere.
+_CHANGES = {
+    **{name: name for name in ("add", "sub", "mul", "div", "true_divide", "masked_fill")},
+    **{"iadd": "add", "isub": "sub", "imul": "mul", "idiv": "div", "itruediv": "div"},
+}
 # What a row for each sample in front does not change.
 _KEEPS = _POINTWISE | {"to", "dropout"}
 # No gradient comes back from what these give.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,11 +63,14 @@ class Call:
         buffers |= started_from or {}
         return cls(args, kwargs, parameters, buffers, batch_dim)
 
-    def split(self, batch: int) -> tuple[list[Any], list[int]]:
+    def split(
+        self, batch: int, nobodys: Set[tuple[int, ...]] = frozenset()
+    ) -> tuple[list[Any], list[int]]:
         """Find the samples in the arguments.
 
         Args:
             batch: Number of samples B.
+            nobodys: Arguments that are not the samples', whatever their rows.
 
         Returns:
             The flattened arguments, and the places of the tensors with B rows. All
@@ -75,6 +78,7 @@ class Call:
         """
         leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
         places = [i for i, leaf in enumerate(leaves) if _has_rows(leaf, batch)]
+        places = [i for i in places if _place(leaves, i) not in nobodys]
         whole = [self.restore(leaf) for leaf in leaves]
         return [leaf if i in places else whole[i] for i, leaf in enumerate(leaves)], places
 
@@ -107,6 +111,10 @@ class GenericRule(LayerRule):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = HeldModule(module)
+        # Arguments that were split into samples, and those that had another number of rows once:
+        # they are nobody's, also where a batch has as many samples by chance.
+        self._samples: set[tuple[int, ...]] = set()
+        self._nobodys: set[tuple[int, ...]] = set()
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any
@@ -118,7 +126,9 @@ class GenericRule(LayerRule):
         if batch == 0:
             return {name: p.new_zeros(0, *p.shape) for name, p in own.items()}
         self._refuse_to_run_again(spec, call, backprops)
-        leaves, places = call.split(batch)
+        if self._learn(tree_leaves((call.args, dict(call.kwargs))), batch):
+            raise unsupported(spec, call, backprops, _BY_CHANCE)
+        leaves, places = call.split(batch, self._nobodys)
 
         def one_sample(pull_back: PullBack, inputs: Tensors, rows: Tensors) -> dict[str, Tensor]:
             filled = list(leaves)
@@ -133,6 +143,16 @@ class GenericRule(LayerRule):
             except Exception as error:  # whatever the module raises
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
+
+    def _learn(self, leaves: list[Any], batch: int) -> bool:
+        """Which arguments are nobody's; whether such a one was taken for the samples' before."""
+        tensors = [(_place(leaves, i), x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self._nobodys |= {p for p, x in tensors if x.dim() and x.shape[0] not in (1, batch)}
+        wrong = self._samples & self._nobodys
+        if batch > 1:
+            self._samples |= {p for p, x in tensors if _has_rows(x, batch)}
+        self._samples -= self._nobodys
+        return bool(wrong)
 
     def of_units(
         self, spec: LayerSpec, activations: Call, backprops: Any, units: Units
@@ -194,6 +214,12 @@ class GenericRule(LayerRule):
                 "their own"
             )
             raise unsupported(spec, call, backprops, reason)
+
+
+_BY_CHANCE = (
+    "it is given a tensor that has no row for each sample, but had as many rows as an earlier "
+    "batch had samples, so it was taken for theirs; from now on it is not: run the step again"
+)
 
 
 def _map_samples(
@@ -270,6 +296,11 @@ def _precision(call: Call) -> AbstractContextManager[Any]:
 
 def _as_tuple(backprops: Any) -> tuple[Tensor, ...]:
     return backprops if isinstance(backprops, tuple) else (backprops,)
+
+
+def _place(leaves: list[Any], i: int) -> tuple[int, ...]:
+    """Which argument of a layer a tensor is, in calls with as many."""
+    return len(leaves), i, leaves[i].dim()
 
 
 def _has_rows(value: Any, rows: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.norms.ledger import NormLedger, check_sizes
 from opacus.core.platform.profiling import FIRST_BACKWARD, timed
-from opacus.core.platform.torch_internals import let_graphs_run_backward_twice
+from opacus.core.platform.saved_tensors import let_graphs_run_backward_twice
 from opacus.core.privacy.clipping import Factors
 from opacus.core.privacy.gradients import foreign_gradients, refuse_hooks, was_processed
 from opacus.core.record.passes import ForwardPass

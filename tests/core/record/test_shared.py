@@ -23,8 +23,9 @@ def as_weight(net: Any, x: Tensor, table: Tensor) -> Tensor:
     return F.linear(x, table[:D].T @ table)
 
 
-def changed_in_place(net: Any, x: Tensor, table: Tensor) -> Tensor:
-    return x + table.mul_(2)
+def changed_in_place_by_another_name(net: Any, x: Tensor, table: Tensor) -> Tensor:
+    table.view(-1).mul_(2)
+    return x + table
 
 
 def written_to(net: Any, x: Tensor, table: Tensor) -> Tensor:
@@ -65,8 +66,8 @@ def in_a_function_that_saves_it(net: Any, x: Tensor, table: Tensor) -> Tensor:
 REFUSED = {
     in_a_function: "'table'.*custom autograd.Function",
     in_a_function_that_saves_it: "custom autograd.Function",
-    other_order: "in no order", as_weight: "by linear", changed_in_place: "changed in place",
-    written_to: "changed in place",
+    other_order: "in no order", as_weight: "by linear", written_to: "changed in place",
+    changed_in_place_by_another_name: "changed in place.*by another name",
 }  # fmt: skip
 
 
