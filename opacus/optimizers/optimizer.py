@@ -335,7 +335,7 @@ class DPOptimizer(
         """Forget queued skip signals and partial sums of an unfinished logical batch."""
         self._forget_step()
         self._step_skip_queue.clear()
-        self._is_last_step_skipped = self._overflowed = False
+        self._is_last_step_skipped = self._overflowed = self._part_is_lost = False
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]

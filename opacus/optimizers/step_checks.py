@@ -13,7 +13,7 @@ from opacus.core.isolation.check import Isolation
 from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
-from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.draws import PART_LEFT, Draws
 from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.meeting import ranks_holding
 from opacus.core.ranks.parallelism import Single
@@ -74,6 +74,8 @@ class CheckedOptimizer:
         if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
             self.votes = Votes(ranks_holding(self.params))
 
+    # Whether a part of the logical batch was left out or refused.
+    _part_is_lost = False
     _step_skip_queue: list[bool]
     take_batch: Callable[[], None]
     reset_accumulation: Callable[[], None]
@@ -107,6 +109,8 @@ class CheckedOptimizer:
         try:
             with self.refusing():
                 self._tell_of_failures()
+                if self._part_is_lost and not self._check_skip_next_step(pop_next=False):
+                    raise RuntimeError(PART_LEFT)
                 self.check_isolation()
                 self.compare_with_draws()
                 self.take_batch()
@@ -155,12 +159,17 @@ class CheckedOptimizer:
 
     def _drop_batch(self) -> None:
         """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
-        signals = self._step_skip_queue[1:]
+        lost, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
         if self.isolation is not None:
             self.isolation.recorder.unfinished.forget()
         self.reset_accumulation()
         self.zero_grad(set_to_none=True)
         self._step_skip_queue[:] = signals
+        self._part_is_lost = lost
+
+    def lose_part(self) -> None:
+        """A physical batch was left without its step: nothing of its logical batch is released."""
+        self._part_is_lost = True
 
     def agree(self) -> None:
         """Before ranks communicate in a backward pass: all come to that, or all raise.

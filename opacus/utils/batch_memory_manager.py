@@ -227,8 +227,12 @@ class PhysicalBatchLoader(HostLoader):
                     "drop a whole logical batch, call optimizer.reset_accumulation() instead"
                 )
             logger.warning(
-                "A physical batch was left without optimizer.step(): its samples take no part."
+                "A physical batch was left without optimizer.step(): nothing of its logical batch "
+                "will be released. Whether its other samples take part must not depend on one."
             )
+            lose = getattr(optimizer, "lose_part", None)
+            if lose is not None:
+                lose()
             waiting.pop(0)
             if draws is not None:
                 draws.leave_oldest(len(waiting) + 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +20,11 @@ MODES = ["hooks", "ghost", "ghost_bk"]
 N = 24
 
 
-def private(mode: str, **changes: Any) -> Any:
+def private(mode: str, batch_size: int = 6, poisson: bool = True, **changes: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     data = TensorDataset(torch.randn(N, 4), torch.arange(N) % 3)
-    loader = DataLoader(data, **{"batch_size": 6, **changes})
+    loader = DataLoader(data, batch_size=batch_size, **changes)
     engine = PrivacyEngine()
     out = engine.make_private(
         module=model,
@@ -32,6 +34,7 @@ def private(mode: str, **changes: Any) -> Any:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         grad_sample_mode=mode,
+        poisson_sampling=poisson,
     )
     return engine, out[0], out[1], (out[2] if len(out) == 4 else nn.CrossEntropyLoss()), out[-1]
 
@@ -122,8 +125,13 @@ def test_loader_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) 
     assert "iterated" not in caplog.text
 
 
-def physical(run: Any, leave: Any, passes: int = 2) -> list[list[int]]:
-    """The logical batches of steps, as sizes of their physical ones; `leave(k, size)` those left."""
+def physical(
+    run: Any, leave: Any, refusals: list[str], passes: int = 2, fail: Any = None
+) -> list[list[int]]:
+    """The logical batches of steps, as sizes of their physical ones.
+
+    Those with ``leave(k)`` are left, those with ``fail(k)`` refused.
+    """
     _, model, optimizer, criterion, loader = run
     released: list[list[int]] = []
     parts: list[int] = []
@@ -146,24 +154,71 @@ def physical(run: Any, leave: Any, passes: int = 2) -> list[list[int]]:
                 if leave(k):
                     continue
                 parts.append(len(x))
-                criterion(model(x), y).backward()
-                optimizer.step()
+                try:
+                    if fail is not None and fail(k):
+                        raise_in_step(optimizer)
+                    criterion(model(x), y).backward()
+                    optimizer.step()
+                except RuntimeError as error:
+                    refusals.append(str(error))
+                    parts.clear()
     return released
 
 
+def raise_in_step(optimizer: Any) -> None:
+    """The next step refuses its batch."""
+    plain = optimizer.take_batch
+
+    def refuse() -> None:
+        optimizer.take_batch = plain
+        raise RuntimeError("this batch is refused")
+
+    optimizer.take_batch = refuse
+
+
+@pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_physical_batch_left_without_its_step_takes_no_part(
-    mode: str, caplog: pytest.LogCaptureFixture
+def test_nothing_is_released_of_a_batch_of_which_a_part_is_missing(
+    mode: str, poisson: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = private(mode, batch_size=N)  # the rate is 1: five parts of 24
-    assert physical(run, lambda k: False) == [[5, 5, 5, 5, 4]] * 2
-    assert physical(run, lambda k: k in (2, 6)) == [[5, 5, 5, 4], [5, 5, 5, 4]]
-    assert "its samples take no part" in caplog.text
-    assert run[0].accountant.history == [(1.0, 1.0, 4)]
-    with pytest.raises(RuntimeError, match="last physical batch of a logical batch was left"):
-        physical(run, lambda k: k == 5)
-    assert physical(run, lambda k: False) == [[5, 5, 5, 5, 4]] * 2  # the left one is forgotten
+    """One sample must not decide whether others of its physical batch take part."""
+    run = private(mode, N, poisson)  # the rate is 1: five parts of 24
+    whole, refusals = [5, 5, 5, 5, 4], []
+    assert physical(run, lambda k: False, refusals) == [whole] * 2 and not refusals
+    for leave in ((2, 8), (1, 6)):
+        assert physical(run, lambda k, own=leave: k in own, refusals, passes=3) == [whole]
+        assert len(refusals) == 2 and all("must not depend on one" in r for r in refusals)
+        refusals.clear()
+    assert "nothing of its logical batch" in caplog.text
+    for failing in (2, 5):
+        fail = partial(operator.eq, failing)
+        assert physical(run, lambda k: False, refusals, fail=fail) == [whole]
+        assert refusals[0] == "this batch is refused"
+        assert len(refusals) == (2 if failing == 2 else 1)  # the last part ends its batch
+        refusals.clear()
     assert run[0].accountant.history == [(1.0, 1.0, 6)]
+    with pytest.raises(RuntimeError, match="last physical batch of a logical batch was left"):
+        physical(run, lambda k: k == 5, refusals)
+    assert physical(run, lambda k: False, refusals) == [whole] * 2  # the left one is forgotten
+    assert run[0].accountant.history == [(1.0, 1.0, 8)]
+
+
+def test_sums_that_are_dropped_within_a_batch_take_the_rest_along() -> None:
+    run = private("ghost_bk", N)
+    _, model, optimizer, criterion, loader = run
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+        ) as batches,
+        pytest.raises(RuntimeError, match="must not depend on one"),
+    ):
+        for k, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            if k == 1:
+                optimizer.reset_accumulation()
+    assert len(run[0].accountant) == 0
 
 
 def test_draws_of_an_empty_batch_and_of_parts() -> None:

@@ -10,6 +10,10 @@ Note [Items are samples]
     batches ahead, leave some out, or split one; so the samples that steps have seen since
     the last match must be the size of *one* batch that was delivered and not used, and those
     delivered before it are taken as left out.
+
+    A part of a logical batch may not be left out: whether its other samples take part would be
+    decided by one of them (too long for the memory, or not finite), which would change the sum by
+    more than C.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ from __future__ import annotations
 from collections import deque
 
 MOST_WAITING = 4096
+PART_LEFT = (
+    "a physical batch of this logical batch was left out, or refused: whether its other samples "
+    "take part must not depend on one of them. Nothing of the logical batch was released; go on "
+    "with the next one"
+)
 
 
 class Draws:
@@ -36,8 +45,9 @@ class Draws:
         # (items, numbers of the logical batch: of all, and in its pass); the oldest go where nobody
         # takes steps
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
+        self._parts: dict[int, int] = {}  # how many were delivered of logical batches
         self._seen = 0
-        self._used: set[int] = set()  # logical batches in the step so far
+        self._used: list[int] = []  # logical batches of the parts in the step so far
 
     def begin(self, part: int = 0, whole: bool = False, cycle: int | None = None) -> None:
         """A pass over the data begins.
@@ -72,6 +82,7 @@ class Draws:
             last: Whether it is the last part of its logical batch.
         """
         self._waiting.append((items, self._logical, self._next_part))
+        self._parts[self._logical] = self._parts.get(self._logical, 0) + 1
         self._logical += last
         self._next_part += last
         if self._cycle is not None:
@@ -85,7 +96,7 @@ class Draws:
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
         self._seen = 0
-        self._used.clear()
+        self._used = []
 
     def check(self, samples: int, final: bool) -> None:
         """A step has taken in so many samples.
@@ -95,12 +106,13 @@ class Draws:
             final: Whether they are the last ones of the step.
 
         Raises:
-            RuntimeError: They are not the items that were drawn, or of several draws.
+            RuntimeError: They are not the items that were drawn, of several draws, or not all of
+                a draw.
         """
         seen = self._seen + samples
         place = next((k for k, (items, _, _) in enumerate(self._waiting) if items == seen), None)
-        used = self._used if place is None else {*self._used, self._waiting[place][1]}
-        if len(used) > 1:
+        used = self._used if place is None else [*self._used, self._waiting[place][1]]
+        if len(set(used)) > 1:
             raise RuntimeError(
                 "several batches of the Poisson loader were added up for one step: a sample may "
                 "be in more than one of them, so that it counts more than once. Step after each "
@@ -125,3 +137,6 @@ class Draws:
             self._seen = 0
         if final:
             self.forget()
+            if used and self._parts.get(used[0], 0) != len(used):
+                raise RuntimeError(PART_LEFT)
+            self._parts = {n: count for n, count in self._parts.items() if used and n > used[0]}
