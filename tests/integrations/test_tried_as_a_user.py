@@ -85,7 +85,7 @@ ROWS: dict[str, str] = {
     ),
     "compiled blocks": ("engine/test_compiled.py::test_compiled_blocks_give_what_eager_ones_give"),
     "compiled blocks, two passes": (
-        "engine/test_compiled.py::test_two_passes_through_graphs_that_allow_one"
+        "engine/test_compiled.py::test_two_passes_through_graphs_that_torch_makes_for_one"
     ),
     "Trainer with FSDP2": "integrations/test_trainer_ranks.py::test_clipped_sums_on_two_ranks",
     "SFTTrainer": "integrations/test_trl.py::test_sft_clipped_sums",
