@@ -70,6 +70,8 @@ PARTS: dict[str, Kinds] = {
     "kernels": {"section": str, "error": NUMBER, "ms": dict},
     "launches": {"of": str, "us": dict},
     "tests": {"what": str, "cards": int},
+    "times": {"mode": str, "batch": int, "tokens": int, "ms": NUMBER, "issued_ms": NUMBER,
+              "gpu_ms": NUMBER},
     "isolation": {"mode": str, "batch": int, "tokens": int, "ms": dict, "share": NUMBER},
     "whole_steps": {"case": str, "model": str, "batch": int, "seq": int, "ms": NUMBER,
                     "ratio": NUMBER},
