@@ -266,6 +266,7 @@ def test_draws_of_an_empty_batch_and_of_parts() -> None:
     draws.deliver(3)
     with pytest.raises(RuntimeError, match="drew 3 items for this batch, but the step saw 2"):
         draws.check(2, final=True)
+    draws.check(0, final=True)  # a step without samples: the batch that waits remains
     draws.check(3, final=True)
     draws.check(7, final=True)  # nothing that was drawn waits: from elsewhere
 
