@@ -160,6 +160,8 @@ class CheckedOptimizer:
     def _drop_batch(self) -> None:
         """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
         lost, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
+        if self._step_skip_queue and self._draws is not None:  # one signal for each batch
+            self._draws.keep_latest(len(signals))
         if self.isolation is not None:
             self.isolation.recorder.unfinished.forget()
         self.reset_accumulation()

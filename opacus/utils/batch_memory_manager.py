@@ -175,12 +175,19 @@ class PhysicalBatchLoader(HostLoader):
         if self._live is not None:
             self._live = None
             reset_accumulation(self.batch_sampler.optimizer)
+            if self._draws is not None:
+                self._draws.leave_pass()
+
+    @property
+    def _draws(self) -> Any:
+        """Of a Poisson sampler, if that draws the logical batches."""
+        return getattr(self.batch_sampler.sampler, "draws", None)
 
     def _deliver(
         self, batches: Iterator[Any], signals: deque[bool], sizes: deque[int], live: object
     ) -> Iterator[Any]:
         optimizer: Any = self.batch_sampler.optimizer
-        draws: Any = getattr(self.batch_sampler.sampler, "draws", None)
+        draws = self._draws
         made_up = getattr(self.collate_fn, "rand_on_empty", False)
         given = 0
         try:
@@ -235,7 +242,7 @@ class PhysicalBatchLoader(HostLoader):
                 lose()
             waiting.pop(0)
             if draws is not None:
-                draws.leave_oldest(len(waiting) + 1)
+                draws.keep_latest(len(waiting))
 
     def _require(self, live: object) -> None:
         if self._live is not live:

@@ -126,7 +126,7 @@ def test_loader_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) 
 
 
 def physical(
-    run: Any, leave: Any, refusals: list[str], passes: int = 2, fail: Any = None
+    run: Any, leave: Any, refusals: list[str], passes: int = 2, fail: Any = None, most: int = 5
 ) -> list[list[int]]:
     """The logical batches of steps, as sizes of their physical ones.
 
@@ -145,7 +145,7 @@ def physical(
     optimizer.original_optimizer.step = spy
     k = 0
     with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+        data_loader=loader, max_physical_batch_size=most, optimizer=optimizer
     ) as batches:
         for _ in range(passes):
             for x, y in batches:
@@ -203,6 +203,40 @@ def test_nothing_is_released_of_a_batch_of_which_a_part_is_missing(
     assert run[0].accountant.history == [(1.0, 1.0, 8)]
 
 
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_after_a_refused_one_are_released_though_all_parts_have_one_size(
+    mode: str, poisson: bool
+) -> None:
+    run, refusals = private(mode, N, poisson), []
+    for failing in (2, 4):
+        fail = partial(operator.eq, failing)
+        released = physical(run, lambda k: False, refusals, 3, fail, most=6)
+        assert released == [[6, 6, 6, 6]] * 2
+        assert len(refusals) == (2 if failing == 2 else 1)
+        refusals.clear()
+    assert run[0].accountant.history == [(1.0, 1.0, 4)]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("used", [0, 2, 3])
+@pytest.mark.parametrize("most", [5, 6])
+def test_pass_that_is_left_within_a_batch_does_not_spoil_the_next(
+    poisson: bool, used: int, most: int
+) -> None:
+    run = private("ghost_bk", N, poisson)
+    with BatchMemoryManager(
+        data_loader=run[-1], max_physical_batch_size=most, optimizer=run[2]
+    ) as batches:
+        for stop in (used, N):
+            for k, batch in enumerate(batches):
+                if k == stop:
+                    break
+                run[2].zero_grad()
+                step(run, batch)
+    assert run[0].accountant.history == [(1.0, 1.0, 1)]
+
+
 def test_sums_that_are_dropped_within_a_batch_take_the_rest_along() -> None:
     run = private("ghost_bk", N)
     _, model, optimizer, criterion, loader = run
@@ -232,6 +266,7 @@ def test_draws_of_an_empty_batch_and_of_parts() -> None:
     draws.deliver(3)
     with pytest.raises(RuntimeError, match="drew 3 items for this batch, but the step saw 2"):
         draws.check(2, final=True)
+    draws.check(0, final=True)  # a step without samples: the batch that waits remains
     draws.check(3, final=True)
     draws.check(7, final=True)  # nothing that was drawn waits: from elsewhere
 

@@ -178,7 +178,8 @@ class Probe:
             numbers: Random ones.
 
         Raises:
-            IncomparableError: It is not, or differs from itself even in the same batch.
+            IncomparableError: It is not, or differs from itself even in the same batch, or how
+                many numbers are drawn depends on values (RReLU's on a CPU), so that it gets others.
         """
         every = range(runs.count)
         if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
@@ -195,8 +196,9 @@ class Probe:
             return [one for some in all_found for one in some if runs.counts]
 
         own = differences(every, every)  # it has a generator of its own
+        after = RandomNumbers(self._model)
         beside = differences([place] * runs.count, [place])
-        if self._any_rank(bool(own)) or not self._any_rank(bool(beside)):
+        if self._any_rank(bool(own) or after.drawn()) or not self._any_rank(bool(beside)):
             raise IncomparableError(RANDOM)
         return beside
 

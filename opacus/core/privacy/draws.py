@@ -88,10 +88,15 @@ class Draws:
         if self._cycle is not None:
             self._next_part %= self._cycle
 
-    def leave_oldest(self, still_there: int) -> None:
-        """No step will be taken with the oldest of the last `still_there` batches."""
-        if len(self._waiting) >= still_there:
-            del self._waiting[len(self._waiting) - still_there]
+    def keep_latest(self, count: int) -> None:
+        """No step will be taken with batches before the latest `count`: left out, or refused."""
+        while len(self._waiting) > count:
+            self._waiting.popleft()
+
+    def leave_pass(self) -> None:
+        """The pass has been left early: what was delivered is not used, nor will the rest come."""
+        self._waiting.clear()
+        self._logical += bool(self._parts.pop(self._logical, 0))
 
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
@@ -139,4 +144,5 @@ class Draws:
             self.forget()
             if used and self._parts.get(used[0], 0) != len(used):
                 raise RuntimeError(PART_LEFT)
-            self._parts = {n: count for n, count in self._parts.items() if used and n > used[0]}
+            if used:
+                self._parts = {n: count for n, count in self._parts.items() if n > used[0]}

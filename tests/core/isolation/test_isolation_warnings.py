@@ -76,6 +76,27 @@ def test_samples_that_depend_on_others_beside_random_numbers(mode: str) -> None:
             step(parts, vectors())
 
 
+class Leaky(nn.Module):
+    """On a CPU numbers are drawn for negative elements alone: their count depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(F.rrelu(self.l(x), training=True))
+        return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_whose_count_depends_on_values_make_no_sample_another(mode: str) -> None:
+    for seed in range(4):
+        parts = private(Leaky(), mode)
+        torch.manual_seed(seed)
+        with pytest.warns(UserWarning, match="random numbers of its own"):
+            step(parts, vectors())
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
