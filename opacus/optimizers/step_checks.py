@@ -134,7 +134,7 @@ class CheckedOptimizer:
             yield
         except BaseException as error:
             if self.votes is not None:
-                self.votes.refuse(f"{type(error).__name__}: {error}")
+                self.votes.refuse(error)
             raise
 
     def begin_batch(self) -> None:

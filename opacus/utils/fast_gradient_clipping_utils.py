@@ -108,7 +108,7 @@ class DPTensorFastGradientClipping(Tensor):
             )
         except BaseException as error:
             if votes is not None:
-                votes.refuse(f"{type(error).__name__}: {error}")
+                votes.refuse(error)
             raise
 
     def _norms_are_known(self, norms: Tensor) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import IsolationError, PrivacyEngine
+from opacus import IsolationError
 from tests.helpers import oracle
+from tests.helpers.releases import CLIP, private
 
-CLIP, T = 0.5, 6
+T = 6
 MODES = ["hooks", "ghost", "ghost_bk"]
 
 
@@ -32,21 +32,6 @@ class Net(nn.Module):
             hidden.register_hook(lambda grad: grad / grad.norm())
         output: Tensor = self.head(torch.tanh(self.high(hidden)).mean(1))
         return output
-
-
-def private(net: nn.Module, mode: str) -> Any:
-    made = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        data_loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=8),
-        noise_multiplier=0.0,
-        max_grad_norm=CLIP,
-        poisson_sampling=False,
-        loss_reduction="sum",
-        grad_sample_mode=mode,
-    )
-    return made if len(made) == 4 else (*made[:2], nn.CrossEntropyLoss(reduction="sum"), None)
 
 
 def step(made: Any, tokens: Tensor, targets: Tensor) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from tests.helpers import oracle
+from tests.helpers.releases import CLIP, private
 
-CLIP, T, D = 0.5, 5, 4
+T, D = 5, 4
 
 
 class Net(nn.Module):
@@ -44,19 +43,7 @@ def loss_of(model: Any, one: Any) -> Tensor:
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_a_layer_that_first_runs_later_is_exact(mode: str) -> None:
     net, plain = Net().double(), Net().double()
-    made = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        data_loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=4),
-        noise_multiplier=0.0,
-        max_grad_norm=CLIP,
-        poisson_sampling=False,
-        loss_reduction="sum",
-        grad_sample_mode=mode,
-    )
-    model, optimizer = made[:2]
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss(reduction="sum")
+    model, optimizer, criterion, _ = private(net, mode)
     for seed, (count, scale, left_out) in enumerate(STEPS):
         net.scale = plain.scale = scale
         plain.left_out = frozenset(left_out)  # type: ignore[assignment]

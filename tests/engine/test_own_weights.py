@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 import opacus.core.ranks.carried
 from opacus.core.record.own_weights import Owned, own_weights, views_to_own
-from tests.helpers.carried import ROWS, STEPS, Case, Net, batch, prefer, wanted
-from tests.helpers.lone_sample import no_gradient, private
+from tests.helpers import direct_calls
+from tests.helpers.carried import ROWS, STEPS, Case, Net, batch
+from tests.helpers.direct_calls import (
+    check_another_weight_runs,
+    check_autocast,
+    check_what_passes_the_layer_by,
+    exact,
+    store_all,
+)
+from tests.helpers.lone_sample import private
 from tests.helpers.oracle import relative_error
 from tests.helpers.watched_calls import all_hooked, hooked, replaced, saved_elsewhere, watched
 
@@ -24,13 +30,7 @@ ALL = 4  # the low-rank layers without a bias
 @pytest.fixture
 def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The layers that have run so, in the latest step."""
-    for module, name in [
-        (opacus.core.sums.choice, "KEEP_PASSES"),
-        (opacus.core.sums.choice, "STORE_PASSES"),
-        (opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS"),
-    ]:
-        monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
-    prefer("store")
+    store_all(monkeypatch)
     found: list[nn.Module] = []
 
     def noting(layers: Owned, cast: torch.dtype | None) -> None:
@@ -42,20 +42,9 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 def learnt(owned: list[nn.Module], **how: Any) -> Case:
-    case = Case(mode="ghost_bk", **how)
-    for step in range(STEPS):
-        owned.clear()
-        assert case.error(0, 1, step) < 2e-5
-    assert len(owned) == ALL and not case.records
+    case = direct_calls.learnt(owned, ALL, **how)
+    assert not case.records
     return case
-
-
-def exact(case: Case, owned: list[nn.Module], seed: int = 9, **how: Any) -> int:
-    """A step is exact; how many layers had weights of their own."""
-    owned.clear()
-    assert case.error(0, 1, seed, **how) < 2e-5
-    assert not any("_compiled_call_impl" in vars(m) for m in case.model.modules())
-    return len(owned)
 
 
 def test_uses_batches_and_copies(owned: list[nn.Module]) -> None:
@@ -103,59 +92,17 @@ def test_a_layer_that_is_frozen_or_called_otherwise(owned: list[nn.Module]) -> N
 def test_autocast_rounds_as_it_does_without_privacy(owned: list[nn.Module], inside: bool) -> None:
     """Around the model, or within a block only: then what has another type has a record."""
     case = learnt(owned)
-    x, y = batch(ROWS, 5)
-    cast = torch.autocast("cpu", torch.bfloat16)
-    sums, norms = wanted(case.double, x, y)
-    if inside:
-        case.model.blocks[0].forward = cast(case.model.blocks[0].forward)
-        for _ in range(2):
-            case.module(x)  # followed
-    owned.clear()
-    with contextlib.nullcontext() if inside else cast:
-        output = case.module(x)
-    case.loss(output.float(), y).backward()
+    check_autocast(case, owned, inside)
     assert len(owned) == ALL and set(case.records) == ({"blocks.0.down.a"} if inside else set())
-    found = case.module.per_sample_gradient_norms.double()
-    assert 1e-5 < relative_error(found, norms) < 0.02
-    held = [p for p in case.model.parameters() if p.requires_grad]
-    for parameter, total in zip(held, sums, strict=True):
-        assert relative_error(parameter.grad.double(), total) < 0.05
 
 
 def test_another_weight_in_its_place_is_the_one_that_runs(owned: list[nn.Module]) -> None:
-    case = learnt(owned)
-    block, other = case.model.blocks[0], torch.randn(2, 8)
-    forward = block.forward
-
-    def swapped(x: Tensor) -> Any:
-        with _reparametrize_module(block, {"up.a.weight": other}):
-            return forward(x)
-
-    x = batch(ROWS, 3)[0]
-    block.forward = swapped
-    found = case.module(x)
-    del block.forward
-    case.model.eval()
-    with torch.no_grad():
-        block.up.a.weight.copy_(other)
-    torch.testing.assert_close(found, case.model(x))
+    check_another_weight_runs(learnt(owned))
 
 
 def test_what_passes_the_layer_by_is_noticed(owned: list[nn.Module]) -> None:
     case = learnt(owned)
-    x, y = batch(ROWS, 5)
-    block, forward = case.model.blocks[0], case.model.blocks[0].forward
-    block.forward = lambda t: forward(t) + block.up.a.weight.sum()
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.a\.weight"):
-        case.loss(case.module(x), y).backward()
-    assert no_gradient(case.model)
-    del block.forward
-    block.up.a.eval()  # alone
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.a\.weight"):
-        case.loss(case.module(x), y).backward()
-    block.up.a.train()
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        case.module(x).sum().backward(create_graph=True)
+    check_what_passes_the_layer_by(case)
     assert exact(case, owned) == ALL
 
 

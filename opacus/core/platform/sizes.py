@@ -7,8 +7,8 @@ the kernel.
 # Largest intermediate result, in elements (256 MB of fp32).
 CHUNK_ELEMENTS = 1 << 26
 
-# Elements of units' gradients that a head without logits forms at once, and of logits; of those
-# so many for every 32 GiB that a GPU has.
+# Elements of units' gradients that a head without logits forms at once; also of logits, of which
+# a GPU takes as many for every 32 GiB that it has.
 PART_ELEMENTS = 1 << 26
 
 # Layers whose weight is at most so wide one way run with a weight for each sample, if a sample has

@@ -34,8 +34,10 @@ class Votes:
         """Another batch begins."""
         self._refused = False
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str | BaseException) -> None:
         """This rank drops its batch; the others need not wait for it."""
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}"
         if not self._refused:
             self._refused = True
             self._meet(f"refused: {reason}", 0.0)

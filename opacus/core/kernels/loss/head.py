@@ -9,7 +9,6 @@ Letters: B units, T tokens, d features, V rows of the head, c of them at once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -179,13 +178,9 @@ def _of_head(logits: Tensor, hidden: Tensor, wanted: Wanted, part: slice) -> Non
 
 def _most(device: torch.device) -> int:
     """Elements of a part's logits: more on a GPU with more memory, as each part is launched."""
-    return PART_ELEMENTS * max(1, _memory(device) >> 35)
-
-
-@functools.cache
-def _memory(device: torch.device) -> int:
-    """Bytes of a GPU; 0 of a CPU, whose caches like small parts."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    if device.type != "cuda":  # whose caches like small parts
+        return PART_ELEMENTS
+    return PART_ELEMENTS * max(1, torch.cuda.get_device_properties(device).total_memory >> 35)
 
 
 def _parts(vocabulary: int, tokens: int, most: int) -> Iterator[tuple[int, int]]:
