@@ -40,7 +40,7 @@ class NoisedSums:
     _noise_std = 0.0  # of the step's own draws
     _scales_next = False  # scale_grad comes after the noise
     _divided_by = 1.0  # what p.grad has been divided by as its noise was added
-    _listed: list[nn.Parameter] | None  # while a step runs
+    listed: list[nn.Parameter] | None  # while a step runs
 
     def _note_clipping_norm(self) -> None:
         """C may change before the step (by a scheduler, say): the noise is for the largest."""

@@ -25,6 +25,7 @@ from opacus.optimizers.per_sample import PerSampleGradients
 from opacus.optimizers.settings import PrivacySettings
 from opacus.optimizers.step_account import CountedOptimizer
 from opacus.optimizers.step_checks import CheckedOptimizer, only_makes_state
+from opacus.optimizers.step_guard import guard_steps
 from opacus.optimizers.utils import check_rows, weighted_sums
 
 
@@ -128,7 +129,7 @@ class DPOptimizer(
                 "expected_batch_size is needed with loss_reduction='mean', to divide by"
             )
         self.original_optimizer = optimizer
-        self._listed: list[nn.Parameter] | None = None  # while a step runs
+        self.listed: list[nn.Parameter] | None = None  # while a step runs
         self._privacy = PrivacyParams(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
@@ -149,7 +150,7 @@ class DPOptimizer(
         # Step and state hooks of torch, without add_param_group on the shared groups.
         self.__setstate__({})
         self._set_up()
-        self._guard_original()
+        guard_steps(self)
 
     def __getattr__(self, name: str) -> Any:
         # Schedule-free optimizers have these two; others do not, and are asked whether they do.
@@ -168,8 +169,8 @@ class DPOptimizer(
     @property
     def params(self) -> list[nn.Parameter]:
         """Parameters that are updated and require gradients; within a step always the same."""
-        if self._listed is not None:
-            return self._listed
+        if self.listed is not None:
+            return self.listed
         groups = self.original_optimizer.param_groups
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
@@ -296,14 +297,14 @@ class DPOptimizer(
 
     @timed(STEP)
     def _step(self) -> None:
-        self._listed = self.params
+        self.listed = self.params
         try:
             if self.pre_step():
                 self.original_optimizer.step()
             # Also after a physical batch: zero_grad is due.
-            mark_processed(*[p.grad for p in self._listed if p.grad is not None])
+            mark_processed(*[p.grad for p in self.listed if p.grad is not None])
         finally:
-            self._listed = None
+            self.listed = None
             if self.isolation is not None and self.isolation.recorder.attention.waits:
                 self.isolation.recorder.attention.give_back()
 

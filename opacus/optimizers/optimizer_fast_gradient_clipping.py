@@ -89,6 +89,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         return self.reduce_once and self._check_skip_next_step(pop_next=False)
 
     @property
+    def holds_sums(self) -> bool:
+        """See :class:`opacus.optimizers.wrapped.WrappedOptimizer`."""
+        return self.clipped_batches > 0
+
+    @property
     def _waits(self) -> bool:
         """Whether the sum of the latest batch waits unreduced."""
         return self._unreduced is not None and self._unreduced.fresh

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
-from weakref import WeakMethod
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.platform.delegated import Delegated
-from opacus.core.platform.sharded import local_of
-from opacus.core.privacy.gradients import unprocessed
-
-_GUARD = "_opacus_guard"  # of a plain optimizer: what takes its guard off
 
 
 class WrappedOptimizer(Optimizer):
@@ -21,40 +16,13 @@ class WrappedOptimizer(Optimizer):
 
     original_optimizer: Optimizer
     params: list[nn.Parameter]
-    _listed: list[nn.Parameter] | None  # while a private step runs
+    listed: list[nn.Parameter] | None  # while a private step runs
     _resumed = False  # a state of steps was loaded since the latest step
 
-    def _guard_original(self) -> None:
-        """Refuse steps that the plain optimizer takes by itself, with gradients without noise.
-
-        A variable that still holds it is stepped easily; nothing would be clipped or counted.
-        """
-        guarded = WeakMethod(self._refuse_alone)
-
-        def guard(*_: Any) -> None:
-            refuse = guarded()
-            if refuse is not None:
-                refuse()
-
-        for plain in getattr(self.original_optimizer, "optimizers", (self.original_optimizer,)):
-            if not hasattr(plain, "register_step_pre_hook"):
-                continue
-            if hasattr(plain, _GUARD):  # of another private optimizer, whose place this one takes
-                getattr(plain, _GUARD).remove()
-            setattr(plain, _GUARD, plain.register_step_pre_hook(guard))
-
-    def _refuse_alone(self) -> None:
-        """What the private step has released is marked; other gradients are not private."""
-        if self._listed is not None:  # it is the private step; gradients may share memory
-            return
-        fresh = unprocessed([parameter.grad for parameter in self.params])
-        # torch.distributed.checkpoint steps with zeros, to make a state.
-        if any(grad is not None and bool((local_of(grad) != 0).any()) for grad in fresh):
-            raise RuntimeError(
-                "step() of the plain optimizer was called with gradients that are not private: "
-                "nothing would be clipped, noised or counted. Call step() of the optimizer that "
-                "make_private returned; for steps on public data, build another optimizer"
-            )
+    @property
+    def holds_sums(self) -> bool:
+        """Whether ``p.grad`` holds clipped sums that have no noise yet."""
+        return False
 
     param_groups = Delegated[list[dict[str, Any]]]("original_optimizer")
     state = Delegated[defaultdict[Tensor, Any]]("original_optimizer")

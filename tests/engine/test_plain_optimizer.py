@@ -52,6 +52,29 @@ def test_the_variable_that_still_holds_the_plain_optimizer(mode: str) -> None:
     plain.step()  # without gradients nothing is released
 
 
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_an_optimizer_that_was_built_later(mode: str) -> None:
+    model = nn.Linear(4, 2)
+    made = private(torch.optim.SGD(model.parameters(), lr=0.1), model, mode)
+    later = torch.optim.Adam(made[0].parameters())
+    unrelated = nn.Linear(2, 2)
+    elsewhere = torch.optim.SGD(unrelated.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    backward(made)
+    unrelated(torch.ones(1, 2)).sum().backward()
+    elsewhere.step()
+    with pytest.raises(RuntimeError, match=r"another optimizer \(Adam\)"):
+        later.step()
+    assert torch.equal(model.weight, before)
+    made[1].step()
+    later.step()  # with what was released
+    made[1].zero_grad()
+    later.step()
+    del made  # nothing private is left
+    model.weight.grad = torch.ones_like(model.weight)
+    later.step()
+
+
 def test_parts_of_a_joint_optimizer_are_guarded_and_told_the_noise() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     corrected = DPAdamW(model[0].parameters())
