@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,9 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
         for row in cell["rows"]:
             ours = not row["private"] or row["package"] == "this package"
             ours = ours and row["status"] == "ok"
-            # Neither is modelled.
-            ours = ours and not row.get("compiled", False) and not row.get("features")
+            # Compiled blocks are not modelled, nor other features.
+            ours = ours and not row.get("compiled", False)
+            ours = ours and all(f.startswith(HOW_HELD) for f in row.get("features", ()))
             if not (card and plain and ours) or cell["model"] not in SHAPES:
                 continue
             # Earlier scripts held the model's output in a variable; those of today do not.
@@ -124,8 +125,21 @@ def _of_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
                        holds=cell.get("holds_logits", False),
                        wrapped=cell["wrapping"] == "blocks")  # fmt: skip
             if run is not None:
-                yield Measured(name, card, run, row["ms"]["median"], row["peak_gb"],
-                               cell.get("call", 0))  # fmt: skip
+                yield Measured(name, card, _as_held(run, row), row["ms"]["median"],
+                               row["peak_gb"], cell.get("call", 0))  # fmt: skip
+
+
+def _as_held(run: Run, row: dict[str, Any]) -> Run:
+    """The run with as many blocks sent to the host, and run again, as the row says."""
+    ways, layers = row.get("ways") or {}, run.shape.layers
+    block = (sum(ways.values()) or 1) / layers
+    away, again = (round(ways.get(way, 0) / block) for way in ("offload", "replay"))
+    return replace(
+        run,
+        stored=1 if "float8" in row.get("features", ()) else run.stored,
+        held_blocks=layers - away - again if away + again else run.held_blocks,
+        offloaded_blocks=away,
+    )
 
 
 def _of_series(name: str, found: dict[str, Any]) -> Iterator[Measured]:
@@ -161,6 +175,8 @@ def _of_whole_steps(name: str, found: dict[str, Any]) -> Iterator[Measured]:
         yield Measured(name, card, run, row["ms"], row["peak_gb"], row.get("call", 0))
 
 
+# Features that say where per-sample gradients wait, and in which type.
+HOW_HELD = ("budget=", "host=", "float8")
 # Of the whole steps; those with compiled blocks, without logits or of earlier packages are not
 # modelled.
 MODELLED_CASES = {"nondp": "no_dp", **{mode: mode for mode in MODELLED if mode != "no_dp"}}
