@@ -31,6 +31,7 @@ from opacus.core.platform.torch_internals import (
 )
 from opacus.core.record.course import Course
 from opacus.core.record.empty import with_a_row, without_the_row
+from opacus.core.record.experts import watch_experts
 from opacus.core.record.flags import Flags
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.layers import Layer
@@ -94,6 +95,7 @@ class Recorder(Taps):
                 hooks.after, with_kwargs=True, prepend=True, always_call=True
             )
             self.handles += [renumber(before), renumber(after)]
+        self.handles += watch_experts(root.modules(), self)
         self.handles += [  # the root may be a layer: its forward pass begins before it runs
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),

@@ -205,7 +205,7 @@ class WhoseRows:
             self._follower.trail.same_rows(given, output)
 
     @property
-    def scope(self) -> Scope | None:
+    def scope(self) -> Trail | None:
         """The forward pass, if it is followed."""
         return self._follower.trail if self._follows else None
 

@@ -68,6 +68,11 @@ class ConflictError(Exception):
         self.layers = [layer for layer in layers if layer is not None]
 
 
+def same_labels(one: Tensor, other: Tensor) -> bool:
+    """Whether two labels of one shape say the same, on whichever devices they lie."""
+    return bool(torch.equal(*torch.broadcast_tensors(one, other.to(one.device))))
+
+
 def compact(ids: Tensor) -> Tensor:
     """``ids`` with size 1 in each dimension along which it does not vary."""
     for dim in range(ids.dim()):

@@ -25,7 +25,14 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.trail.collectives import COLLECTIVES, of_part
 from opacus.core.record.trail.computes import COMPUTES, pointwise
-from opacus.core.record.trail.labels import ConflictError, Labels, Lost, NobodysRowsError, State
+from opacus.core.record.trail.labels import (
+    ConflictError,
+    Labels,
+    Lost,
+    NobodysRowsError,
+    State,
+    same_labels,
+)
 from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
@@ -176,6 +183,26 @@ class Trail(SharedTensors, TorchDispatchMode):
         if isinstance(state, Labels) and state.ids.shape[-1] != 1:
             state = Lost("units lie along the features of a layer that computes in float8")
         self._memory.put(output, state, DATA)
+
+    def came_back(self, given: Tensor, output: Tensor) -> bool:
+        """Whether rows that values moved are in their places again; no choice is seen in them."""
+        before, after = self.state(given), self.state(output)
+        if given.shape != output.shape or not isinstance(before, Labels):
+            return False
+        with self.aside():
+            same = isinstance(after, Labels) and same_labels(before.ids, after.ids)
+        if same:
+            self._memory.put(output, before, DATA)
+        return same
+
+    @property
+    def looked(self) -> tuple[bool, bool]:
+        """Whether the program has looked at values, in either way."""
+        return self.decided, self._reads.looked
+
+    @looked.setter
+    def looked(self, looked: tuple[bool, bool]) -> None:
+        self.decided, self._reads.looked = looked
 
     def _somebodys(self, tensor: Tensor) -> State:
         """Whose a layer's rows are; nobody's, if values have picked none of any unit."""
