@@ -19,6 +19,7 @@ from opacus.core.platform.trees import leaves_of, tensors_of
 from opacus.core.record.trail.labels import Labels
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
+from opacus.core.record.trail.placed import PlacedRows
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
 
@@ -44,6 +45,7 @@ class Answer:
         passes: So many have begun, followed or not.
         doubtful: Whether the latest one took another course than those before.
         waits: Whether trained layers may still not have run in a pass that was followed.
+        placed: In how many operations a mask puts elements into rows; these are looked at.
     """
 
     uses: Uses | None = None
@@ -52,6 +54,7 @@ class Answer:
     passes: int = 1
     doubtful: bool = False
     waits: bool = True
+    placed: int = 0
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
@@ -97,6 +100,7 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
         self._unfollowed: Answer | None = None  # what the running pass relies on
+        self._masks: PlacedRows | None = None  # where masks are looked at in it
         self._latest: Answer | None = None  # what the latest one did, or has led to
         self._default: Answer | None = None  # of structures of which nothing is remembered
 
@@ -140,12 +144,18 @@ class Follower:
             self._known = answer.uses
             if not (answer.looks_again() or self._waits(answer)) or not can_follow():
                 self._unfollowed = self._latest = answer
+                self._look_at_masks(answer, can_follow)
                 return self._known is not None
         elif not can_follow():
             return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
         self._trail.__enter__()
         return True
+
+    def _look_at_masks(self, answer: Answer, can_follow: Callable[[], bool]) -> None:
+        if answer.placed and can_follow():
+            self._masks = PlacedRows(self._count)
+            self._masks.__enter__()
 
     @property
     def structure(self) -> Any:
@@ -171,9 +181,14 @@ class Follower:
         trail, found = self._trail, self._found
         unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
+        masks, self._masks = self._masks, None
+        if masks is not None:
+            masks.__exit__(None, None, None)
         if trail is None:
             if unfollowed is None or output is None:
                 return
+            if masks is not None and masks.seen != unfollowed.placed:
+                self.ran_otherwise("masked_scatter")
             if other := kinds - unfollowed.kinds:
                 self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
                 raise _ran_otherwise(f"layer '{min(other)[0]}'")
@@ -186,7 +201,7 @@ class Follower:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
         answer = None if remembered is None else self._answers.pop(remembered)
-        if answer is not None and not answer.agrees(found):
+        if answer is not None and not (answer.agrees(found) and answer.placed == trail.placed):
             self._always.add(self._keys[0])
             warnings.warn(_CHANGED, stacklevel=2)
             return
@@ -217,7 +232,7 @@ class Follower:
         if answer is None or (answer.uses is None and not plain):
             answer = Answer()
         answer.uses = None if plain else found
-        answer.kinds = answer.kinds | kinds
+        answer.kinds, answer.placed = answer.kinds | kinds, trail.placed
         answer.ran = answer.ran | ran
         self._latest = answer
         simple = all(u is None or u.ids is None for u in units)
@@ -289,7 +304,7 @@ class Follower:
         return units
 
     def __getstate__(self) -> dict[str, Any]:
-        none: dict[str, Any] = {"_trail": None, "_known": None, "_unfollowed": None}
+        none = dict.fromkeys(("_trail", "_known", "_unfollowed", "_masks"))
         return {**self.__dict__, **none, "_found": {}}
 
 

@@ -76,6 +76,8 @@ class Trail(SharedTensors, TorchDispatchMode):
         self.moved = False
         # Whether they depend on what may be other the next time: random numbers, lists, buffers.
         self.chosen = False
+        # In how many operations a mask put elements into the rows of their units.
+        self.placed = 0
         # Whether the program has looked at values, and may have gone on as they say.
         self.decided = False
         self._reads = Reads()
@@ -236,6 +238,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         for output in outputs:
             state = self.state(output)
             rows = output.requires_grad and self.count in output.shape[:2]
+            self.moved |= rows and isinstance(state, Labels) and state.moved
             if rows and isinstance(state, Lost) and state.mixed:
                 raise ValueError(
                     f"an output of the model, {tuple(output.shape)}, is of no single sample: "
@@ -339,6 +342,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         except (RuntimeError, LookupError, TypeError, ValueError, StopIteration):
             found = Lost(f"the operation {name} could not be followed")
         self.chosen |= op.chosen
+        self.placed += op.placed
         states = found if isinstance(found, (list, tuple)) else [found] * len(results)
         missing = Lost(f"a further result of {name}")
         padded = [*states, *[missing] * (len(results) - len(states))]

@@ -29,7 +29,7 @@ class Op:
         chosen: Whether values that may be others the next time have moved elements of units.
     """
 
-    __slots__ = ("arguments", "chosen", "count", "name", "result", "source", "state")
+    __slots__ = ("arguments", "chosen", "count", "name", "placed", "result", "source", "state")
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Op:
         self.source = source
         self.count = count
         self.chosen = False
+        self.placed = False  # whether a mask put elements into rows; see ``placed.py``
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

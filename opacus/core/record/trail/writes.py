@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from opacus.core.record.trail import placed
 from opacus.core.record.trail.labels import (
     ConflictError,
     Labels,
@@ -77,6 +79,52 @@ def _scatter(op: Op) -> State:
     return _put(op, source, dims, places, adds=adds, indices=[index], part=index.shape)
 
 
+def _masked_scatter(op: Op) -> State:
+    """Elements of the source, one after the other, to where the mask is true.
+
+    As pictures come into a text. If no gradient flows to them, whose they are is of no matter.
+    """
+    target, source = op["self"], op["source"]
+    before, written = _both(op, source)
+    if written is None or not source.requires_grad:
+        return before
+    if before is not None and not (before.moved or written.moved):
+        source_is = placed.in_order(before, written, source.shape, op.count)
+        if source_is and placed.each_row_takes_its_part(target, op["mask"], source, op.count):
+            op.placed = True
+            return before
+    ids = written.ids.new_full([1] * target.dim(), -1) if before is None else before.ids
+    mask, shape = op["mask"].expand(target.shape), target.shape
+    by_row = mask.stride(-1) == 0 and source.shape[-1] == shape[-1] and source.dim() > 1
+    if by_row and written.ids.shape[-1] == ids.shape[-1] == 1:  # whole rows, features and all
+        mask, values, shape = mask[..., :1], written.ids, (*shape[:-1], 1)
+        values = values.expand(*source.shape[:-1], 1)
+    else:
+        values = written.ids.expand(source.shape)
+    if math.prod(shape) > FULL_ELEMENTS:
+        return TOO_LARGE
+    whole, mask, values = same_device([ids.expand(shape), mask, values.reshape(-1)])
+    merged = Labels(compact(whole.masked_scatter(mask, values)), written.assumed)
+    moved = op.tracked(op["mask"]) or written.moved or (before is not None and before.moved)
+    return replace(merged, moved=moved)
+
+
+def _both(op: Op, source: Tensor) -> tuple[Labels | None, Labels | None]:
+    """What a tensor that is written to was, and what the source is.
+
+    Raises:
+        EndedError: That is not known of one of them.
+    """
+    before, written = op.state(op["self"]), op.state(source)
+    if isinstance(written, Lost):
+        raise EndedError(written)
+    if isinstance(before, Lost):
+        if not before.unwritten:
+            raise EndedError(before)
+        before = None
+    return before, written
+
+
 def _put(
     op: Op,
     source: Tensor,
@@ -99,13 +147,11 @@ def _put(
         indices: Their values say where it is written to.
         part: How much of the source is written, if not all.
     """
-    before, written = op.state(op["self"]), op.state(source)
-    if isinstance(written, Lost) or (isinstance(before, Lost) and not before.unwritten):
-        raise EndedError(written if isinstance(written, Lost) else before)  # type: ignore[arg-type]
+    before, written = _both(op, source)
     if written is None:
-        return before
+        return op.state(op["self"])
     shape = op["self"].shape
-    ids = before.ids if isinstance(before, Labels) else written.ids.new_full([1] * len(shape), -1)
+    ids = written.ids.new_full([1] * len(shape), -1) if before is None else before.ids
     for wanted in (dims, range(len(shape))):
         whole = expanded(ids, shape, wanted)
         if whole.numel() > FULL_ELEMENTS:
@@ -120,7 +166,7 @@ def _put(
     merged = _added(flat, at, values, (written, before)) if adds else flat.index_put((at,), values)
     result = Labels(compact(merged.view(whole.shape)), written.assumed)
     placed = any(varies(result, d) for d in dims) and any([op.tracked(i) for i in indices])
-    moved = placed or written.moved or (isinstance(before, Labels) and before.moved)
+    moved = placed or written.moved or (before is not None and before.moved)
     return replace(result, moved=moved)
 
 
@@ -145,6 +191,7 @@ WRITES: dict[str, Handler] = {
     "_index_put_impl": _index_put,
     "_unsafe_index_put": _index_put,
     "index_add": _index_add,
+    "masked_scatter": _masked_scatter,
     "index_copy": _index_copy,
     "scatter": _scatter,
     "scatter_add": _scatter,

@@ -175,6 +175,49 @@ def test_label_is_that_of_each_element(name: str) -> None:
     assert torch.equal(ids[known], depends.int().argmax(0)[known])
 
 
+def tokens_of(x: Tensor) -> Tensor:
+    """Two tokens of each of the samples 3, 0 and 0 again, as rows of pictures come into a text."""
+    return torch.tensor([[0, 0, 0], [1, 0, 1], [0, 1, 1], [1, 1, 0]]).bool()
+
+
+INTO_PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.masked_scatter(
+        tokens_of(x)[..., None].expand_as(x), x[torch.tensor([3, 0, 0])] * 2
+    ),
+    "elements": lambda x: x.masked_scatter(x.detach() > 0, x.flip(0) * 2),
+    "elements of each row": lambda x: x.masked_scatter(tokens_of(x)[..., None], x.flip(0)),
+    "into constants": lambda x: torch.ones_like(x).masked_scatter(
+        tokens_of(x)[..., None].expand_as(x), x.flip(0) * 2
+    ),
+    "its own": lambda x: x.masked_scatter(torch.ones(B, T, D).bool(), x * 2),
+    "in place": lambda x: (x * 1).masked_scatter_(x.detach() > 0, x.flip(0) * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTO_PLACES)
+def test_elements_that_a_mask_puts_into_their_places(name: str) -> None:
+    function = INTO_PLACES[name]
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D, dtype=torch.float64).requires_grad_()
+    with Trail([x], B) as trail:
+        result = function(x)
+    state = trail.state(result)
+    assert isinstance(state, Labels), state
+    assert state.moved is (name in ("elements", "in place"))  # by values, not by a constant mask
+    depends = dependence(function, (T, D))
+    known = depends.any(0)
+    assert torch.equal(state.ids.expand(result.shape)[known], depends.int().argmax(0)[known])
+
+
+def test_what_a_mask_puts_into_its_place_without_a_gradient() -> None:
+    x = torch.randn(B, T, D)
+    with Trail([x], B) as trail:
+        result = x.masked_scatter(x > 0, x.flip(0))
+    state = trail.state(result)
+    assert isinstance(state, Labels) and state.ids.flatten().tolist() == list(range(B))
+    assert not state.moved
+
+
 def test_written_to_empty_memory() -> None:
     result, trail = labelled(into_empty, (T, D))
     state = trail.state(result)
