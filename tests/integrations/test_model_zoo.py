@@ -161,7 +161,7 @@ SINGLE = ("Mixtral", "Qwen2Moe", "OlmoE", "GptOss", "DeepseekV3")
 
 
 # Layers with parameters of their own run again for their gradients, which a cache would notice.
-NO_CACHE = ("gpt_oss",)
+NO_CACHE = ("gpt_oss", "qwen3_next")
 
 
 class OwnLoss(nn.Module):
@@ -186,7 +186,6 @@ def run(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 # Family: what is refused by name, and where LoRA's adapters go, which are right.
 REFUSED: dict[str, tuple[str, list[str]]] = {
-    "Qwen3-Next": (r"linear_attn.norm.*triangular", ["q_proj", "out_proj"]),
     "DeBERTa": (r"rel_embeddings.*or freeze it", ["in_proj", "pos_proj", "pos_q_proj"]),
 }
 

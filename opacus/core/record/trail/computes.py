@@ -152,6 +152,35 @@ def _attention(op: Op) -> Sequence[State]:
     return [_agreed(parts, op.out.dim())]
 
 
+def _matrices(op: Op) -> State:
+    """Of each matrix, and of the one that belongs to it if there are two: all of their elements."""
+    operands = [a for a in op.arguments.values() if isinstance(a, Tensor)]
+    return _agreed([_inner(op, t, [-1, -2]) for t in operands], op.main.dim())
+
+
+def _solved(op: Op) -> State:
+    """``[.., n, n]`` and ``[.., n, k]``: each column of the second is solved by itself."""
+    matrix, columns = (a for a in op.arguments.values() if isinstance(a, Tensor))
+    if op.get("left") is False or columns.dim() < 2:
+        return _matrices(op)
+    return _agreed([_inner(op, matrix, [-1, -2]), _inner(op, columns, [-2])], op.out.dim())
+
+
+def _sampled(op: Op) -> State:
+    """Places ``[N, .., 2 or 3]`` of pictures ``[N, C, ..]`` by bilinear interpolation."""
+    dims = op["input"].dim()
+    parts = [_inner(op, t, range(1, dims)) for t in (op["input"], op["grid"])]
+    return _agreed(parts, dims)
+
+
+def _among(op: Op) -> State:
+    """Where values lie among boundaries that are the same for all."""
+    boundaries = op.get("boundaries") if op.name == "bucketize" else op.get("sorted_sequence")
+    if boundaries is None or op.known(boundaries) is not None:
+        return Lost(f"{op.name} with boundaries that depend on samples")
+    return op.known(op["self"]) if isinstance(op["self"], Tensor) else None
+
+
 def pointwise(op: Op) -> State:
     """One element of each operand, broadcast."""
     operands = [a for a in op.arguments.values() if isinstance(a, Tensor)]
@@ -169,9 +198,15 @@ _REDUCE = (
     "sum nansum mean nanmean amax amin any all prod var std var_mean std_mean logsumexp max min "
     "linalg_vector_norm norm argmax argmin count_nonzero median nanmedian mode kthvalue aminmax"
 )
+# Elementwise, though torch does not say so.
+_POINTWISE = "floor_divide complex polar angle _prelu_kernel isin"
+_MATRICES = (
+    "linalg_inv_ex linalg_cholesky_ex linalg_matrix_exp linalg_qr _linalg_svd _linalg_eigh "
+    "linalg_eig linalg_lu_factor_ex cholesky cholesky_inverse"
+)
 _SCAN = (
-    "cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax _safe_softmax softmax "
-    "log_softmax glu renorm"
+    "_fft_r2c _fft_c2r _fft_c2c cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax "
+    "_safe_softmax softmax log_softmax glu renorm"
 )
 _PER_SAMPLE = (
     "convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution "
@@ -194,6 +229,14 @@ _CONSTANT = (
 COMPUTES: dict[str, Handler] = {
     **{name: of_main(_reduce) for name in _REDUCE.split()},
     **{name: of_main(_scan) for name in _SCAN.split()},
+    **{name: pointwise for name in _POINTWISE.split()},
+    **{name: _matrices for name in _MATRICES.split()},
+    "linalg_solve_triangular": _solved,
+    "_linalg_solve_ex": _solved,
+    "grid_sampler_2d": _sampled,
+    "grid_sampler_3d": _sampled,
+    "bucketize": _among,
+    "searchsorted": _among,
     **{name: _per_sample for name in _PER_SAMPLE.split()},
     **{name: _batch_norm for name in _BATCH_NORM.split()},
     **{name.format(n=n): _row(n) for name in _PLANE.split() for n in (1, 2, 3)},

@@ -97,11 +97,16 @@ class Memory:
 
     def _derived(self, memory: _Memory, place: Place) -> State:
         """A view that no operation was seen to make."""
-        offset, shape, _ = place
-        for (start, size, _), state in memory.views.items():
+        shape = place[1]
+        for other, state in memory.views.items():
             if isinstance(state, Labels):
-                if start == offset and size == shape:
-                    return state  # strides of dimensions of size 1 may differ
+                if _essential(other) == _essential(place):
+                    varying = iter(
+                        [n for n, m in zip(state.ids.shape, other[1], strict=True) if m != 1]
+                    )
+                    return state.with_ids(
+                        state.ids.reshape([1 if n == 1 else next(varying) for n in shape])
+                    )
                 if all(n == 1 for n in state.ids.shape):
                     return state.with_ids(state.ids.reshape([1] * len(shape)))
         states = list(memory.views.values())
@@ -118,6 +123,12 @@ def _stored(tensor: Tensor) -> Tensor:
 
 def _place(tensor: Tensor) -> Place:
     return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+
+def _essential(place: Place) -> tuple[int, list[tuple[int, int]]]:
+    """A place without its dimensions of size 1: they may be left out, or have any strides."""
+    offset, shape, stride = place
+    return offset, [(n, step) for n, step in zip(shape, stride, strict=True) if n != 1]
 
 
 def _equal(a: State, b: State) -> bool:

@@ -151,6 +151,22 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "pooling": lambda x: F.adaptive_avg_pool1d(x, 1),
     "instance norm": lambda x: F.instance_norm(x),
     "cumsum": lambda x: x.cumsum(1),
+    "fft": lambda x: torch.fft.fft(x, dim=1).real,
+    "fft of reals and back": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=T, dim=1),
+    "fft of planes": lambda x: torch.fft.fft2(x).abs(),
+    "inverse": lambda x: torch.linalg.inv(x @ x.mT + torch.eye(T).to(x)),
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(T).to(x)),
+    "matrix exponential": lambda x: torch.linalg.matrix_exp(x @ x.mT),
+    "orthogonal": lambda x: torch.linalg.qr(x)[0],
+    "solved": lambda x: torch.linalg.solve(x @ x.mT + torch.eye(T).to(x), x),
+    "solved by triangles": lambda x: torch.linalg.solve_triangular(
+        (x @ x.mT).tril() + 3 * torch.eye(T).to(x), x, upper=False
+    ),
+    "sampled": lambda x: F.grid_sample(
+        x[:, None], x[:, :, None, :].detach().tanh(), align_corners=False
+    ) + 0 * x.sum((1, 2))[:, None, None, None],
+    "polar": lambda x: torch.polar(x.abs() + 1, x * 2).real,
+    "prelu": lambda x: F.prelu(x, torch.ones(1).to(x) / 4),
     "scatter": lambda x: torch.zeros(B, 5, D).to(x).scatter(
         1, torch.tensor([4, 0, 2])[None, :, None].expand(B, T, D), x
     ) + 0 * x.sum(1, keepdim=True),
@@ -234,6 +250,11 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "neighbours": lambda x: x + x.roll(1, 0),
     "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
     "softmax of the batch": lambda x: x.softmax(0),
+    "fft of the batch": lambda x: torch.fft.fft(x, dim=0).real,
+    "solved across samples": lambda x: torch.linalg.solve_triangular(
+        torch.ones(B, B).to(x).tril(), x.flatten(1), upper=False
+    ),
+    "inverse of all": lambda x: torch.linalg.inv(x.flatten(1)[:, :B] + torch.eye(B).to(x)),
     "time for samples": lambda x: x.new_ones(B, B, D) * x[:, :1] + x[:, 0],
     "added up": lambda x: torch.zeros(2, T, D).to(x).index_add(
         0, torch.tensor([0, 1, 0, 1]), x
@@ -252,9 +273,9 @@ def test_elements_of_several_samples_end_the_trail(name: str) -> None:
 
 
 def test_unknown_operations_end_the_trail() -> None:
-    result, trail = labelled(lambda x: torch.fft.fft(x).real, (T, D))
+    result, trail = labelled(lambda x: torch.take(x, torch.arange(3)), (T, D))
     state = trail.state(result)
-    assert isinstance(state, Lost) and not state.mixed and "fft" in state.reason
+    assert isinstance(state, Lost) and not state.mixed and "take" in state.reason
 
 
 def test_memory_written_past_torch_is_not_taken_for_constants() -> None:
@@ -287,6 +308,31 @@ def test_label_is_small() -> None:
     result, trail = labelled(lambda x: (x.view(B, T, D).relu() * 2)[:, 1:].contiguous(), (T, D))
     state = trail.state(result)
     assert isinstance(state, Labels) and state.ids.shape == (B, 1, 1)
+
+
+def test_a_view_of_square_memory_that_was_written_to_later_is_not_taken_for_the_whole() -> None:
+    def turned(x: Tensor) -> Tensor:
+        h = torch.zeros(B, B).to(x)
+        view = h.t()
+        h.copy_(x)
+        return view * 1
+
+    result, trail = labelled(turned, (B,))
+    state = trail.state(result)
+    assert not isinstance(state, Labels) or state.ids.flatten().tolist() == [0, 1, 2, 3] * B
+
+
+def test_dimensions_of_size_one_of_a_part_that_is_the_whole() -> None:
+    def chunked(x: Tensor) -> Tensor:
+        out = torch.zeros(B, T, 1, D).to(x)
+        for chunk in range(1):
+            out[:, :, chunk] = x * 2
+        return out.view(B * T, D)
+
+    result, trail = labelled(chunked, (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels)
+    assert state.ids.flatten().tolist() == [b for b in range(B) for _ in range(T)]
 
 
 def test_views_see_what_is_written_to_others() -> None:
