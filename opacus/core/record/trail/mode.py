@@ -44,7 +44,14 @@ from opacus.core.record.trail.op import (
     is_plain,
     tensors_in,
 )
-from opacus.core.record.trail.schema import Reads, bound, is_view, is_written, name_of
+from opacus.core.record.trail.schema import (
+    Reads,
+    bound,
+    is_pointwise,
+    is_view,
+    is_written,
+    name_of,
+)
 from opacus.core.record.trail.shared_tensors import SharedTensors
 from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
@@ -327,7 +334,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         if is_view(func._schema) and self.state(next(iter(arguments.values()))) is UNWRITTEN:
             return [UNWRITTEN] * len(results)
         handler = _HANDLERS.get(name)
-        if handler is None and torch.Tag.pointwise in func.tags:
+        if handler is None and is_pointwise(func):
             handler = pointwise
         if handler is None or torch.Tag.inplace_view in func.tags:
             return [Lost(f"the operation {name} is not followed")] * len(results)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +37,15 @@ def name_of(schema: Any) -> tuple[str, bool]:
     first = schema.arguments[0] if schema.arguments else None
     in_place = name.endswith("_") and first is not None and is_written(first)
     return (name[:-1] if in_place else name), in_place
+
+
+@functools.cache
+def is_pointwise(func: Any) -> bool:
+    """Whether an operation is elementwise, of which torch tags some variants only."""
+    space, _, name = func._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None)
+    variants = [] if packet is None else [getattr(packet, v) for v in packet.overloads()]
+    return any(torch.Tag.pointwise in variant.tags for variant in [func, *variants])
 
 
 def is_view(schema: Any) -> bool:
