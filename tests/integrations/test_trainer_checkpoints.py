@@ -126,6 +126,17 @@ def test_more_steps_than_the_budget_allows_are_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, max_steps=12).train(resume_from_checkpoint=True)
 
 
+def test_a_finished_run_takes_no_step_when_it_is_resumed(tmp_path: Path) -> None:
+    """Also where it ended within an epoch: the noise was made for 6 steps of its 10."""
+    finished = trainer_of(tmp_path)
+    finished.train()
+    resumed = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == len(resumed.privacy_engine.accountant) == 6
+    assert resumed.get_epsilon() == finished.get_epsilon() <= BUDGET.target_epsilon
+    assert differ(weights(finished.model), weights(resumed.model)) == 0.0
+
+
 def test_another_batch_size_is_said(tmp_path: Path) -> None:
     """As it is on another number of processes, or with another share of a batch for each."""
     trainer_of(tmp_path).train()

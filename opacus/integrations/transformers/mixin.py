@@ -386,7 +386,14 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a resumed epoch goes on with new draws, so nothing is left out."""
+        """As the Trainer's; a resumed epoch goes on with new draws, so nothing is left out.
+
+        Trainer looks at ``max_steps`` after a step: a finished run that is resumed would take one
+        more, which its noise was not made for.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
         if not self.privacy.poisson_sampling:
             return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
         skip = transformers.trainer.skip_first_batches
