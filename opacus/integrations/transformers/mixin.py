@@ -225,7 +225,8 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             inputs: The batch, labels included.
         """
         if self.compute_loss_func is not None:
-            return by_function(self.compute_loss_func, outputs, inputs)
+            shifted = getattr(self, "_loss_shifts_labels", False)
+            return by_function(self.compute_loss_func, outputs, inputs, shifted)
         if is_without_logits(self._bare_model()):
             loss_per_example: Tensor = outputs["loss"]
             return loss_per_example
