@@ -8,11 +8,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers.trainer
 from torch import Tensor
 from transformers import TrainingArguments
 
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.core.isolation.check import VARIABLE
+from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.key import reproducible_from_environment
 from opacus.data.rates import sample_rate_of
 from opacus.data_loader import CollateFnWithEmpty
@@ -23,9 +26,10 @@ from opacus.integrations.transformers.card import Guarantee
 from opacus.integrations.transformers.drawing import PrivateData
 from opacus.integrations.transformers.logits import computes_the_models_loss, drop_logits
 from opacus.integrations.transformers.logs import with_mean
+from opacus.integrations.transformers.lone_examples import EXACT, ROUGH, refuse_dependence
 from opacus.integrations.transformers.losses import by_function, loss_of
 from opacus.integrations.transformers.overrides import (
-    refuse_loader,
+    chunked_collate,
     refuse_overridden_loss,
     refuse_replaced_methods,
 )
@@ -252,6 +256,7 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
     ) -> tuple[Any, Any]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        collate = chunked_collate(train_dataloader).collate
         saved = None
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
@@ -262,6 +267,7 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
         if self.compute_loss_func is None and computes_the_models_loss(type(self), DPTrainerMixin):
             bare, smoothing = self._bare_model(), self.args.label_smoothing_factor
             self._in_head = drop_logits(self.model, bare, self.args.device, smoothing)
+        self._look_at_examples(train_dataloader.dataset, collate)
         reshard(self.model)
         self.create_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
@@ -274,6 +280,16 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         return self.model_wrapped, loader
+
+    def _look_at_examples(self, dataset: Any, collate: Any) -> None:
+        """See ``lone_examples``: physical batches of several examples must not join them."""
+        if self.args.per_device_train_batch_size == 1 or not switched_on(VARIABLE, default=True):
+            return
+        exact = torch.get_float32_matmul_precision() == "highest" and not self.args.bf16
+        exact &= all(p.dtype == torch.float32 for p in self.model.parameters())
+        # Tokens of a causal model do not see padding; its logits might not fit into memory.
+        losses = None if is_without_logits(self._bare_model()) else self._losses_alone
+        refuse_dependence(dataset, collate, losses, EXACT if exact else ROUGH)
 
     def _make_private(self, max_steps: int, loader: Any) -> Any:
         if max_steps < 1:
@@ -289,7 +305,6 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
                 steps=max_steps,
                 accountant=self.privacy.accountant,
             )
-        refuse_loader(loader)
         mode = self.privacy.grad_sample_mode
         private, self.optimizer, *criterion, loader = self.privacy_engine.make_private(
             module=self.model_wrapped,

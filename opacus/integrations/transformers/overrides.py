@@ -56,16 +56,18 @@ def _first_with(name: str, classes: tuple[type, ...]) -> type | None:
     return next(owners, None)
 
 
-def refuse_loader(loader: Any) -> None:
-    """Refuse a loader that does not draw the batches of private training.
+def chunked_collate(loader: Any) -> ChunkedCollate:
+    """The collate function of a Trainer's own loader.
 
     Raises:
         TypeError: ``get_train_dataloader`` was overridden.
     """
     collate = getattr(loader, "collate_fn", None)
-    if not isinstance(getattr(collate, "wrapped_collator_fn", collate), ChunkedCollate):
+    collate = getattr(collate, "wrapped_collator_fn", collate)
+    if not isinstance(collate, ChunkedCollate):
         raise TypeError(
             "get_train_dataloader must return what DPTrainer's returns, which draws each example "
             "independently and splits a draw into physical batches: do not override it, or call "
             "super().get_train_dataloader(). Change train_dataset or data_collator instead"
         )
+    return collate

@@ -157,5 +157,6 @@ def refuse_model(model: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "model.config.output_router_logits=True adds a loss that balances experts over all "
-            "examples of a batch, which cannot be clipped by example: set it to False"
+            "examples of a batch, which cannot be clipped by example: set it to False (TRL sets it "
+            "unless router_aux_loss_coef=0)"
         )
