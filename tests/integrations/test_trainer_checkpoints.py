@@ -167,6 +167,19 @@ def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
     assert again.get_epsilon() == again.privacy_engine.get_epsilon(1e-3) < before
 
 
+def test_arguments_are_saved_as_they_were_given(tmp_path: Path) -> None:
+    """A run that is made of them draws as many examples a step."""
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    args = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    again = DPTrainer(llama(), args, train_dataset=Texts(40), data_collator=collate, privacy=BUDGET)
+    assert again.expected_batch_size == trainer.expected_batch_size == 8
+    assert args.logging_nan_inf_filter
+    assert "gradient_accumulation_steps: 2" in (tmp_path / "README.md").read_text()
+
+
 def test_the_best_model(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, privacy=DPArguments(**HUGE), eval_strategy="steps", eval_steps=2, max_steps=6,
