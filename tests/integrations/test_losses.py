@@ -105,3 +105,10 @@ def test_a_function_divides_by_the_number_of_an_examples_own_labels(each: bool) 
     want = losses.causal_lm({"logits": logits}, {"labels": labels})
     got = losses.by_function(function, {"logits": logits}, {"labels": labels}, shifted=True)
     torch.testing.assert_close(got, want)
+
+
+def test_an_output_that_is_not_given_is_named() -> None:
+    outputs = losses.Outputs({"logits": torch.zeros(2, 3)})
+    assert not hasattr(outputs, "hidden_states")
+    with pytest.raises(AttributeError, match=r"hidden_states: .*\['logits'\].* model_outputs"):
+        outputs.hidden_states  # noqa: B018

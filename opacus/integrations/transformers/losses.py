@@ -26,7 +26,10 @@ class Outputs(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(
+                f"{name}: a loss by example is given the outputs that are tensors, {[*self]}; "
+                "override model_outputs to give it more, each with one row an example"
+            ) from None
 
 
 def tokens_mean(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
