@@ -156,6 +156,24 @@ def test_another_batch_size_is_said(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"max_steps": 8}, {"per_device_train_batch_size": 2, "max_steps": 10}]
+)
+def test_a_resumed_run_of_other_steps_ends_within_its_budget(
+    tmp_path: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """More steps, or smaller batches as on fewer processes: the rest has more noise."""
+    first = trainer_of(tmp_path)
+    first.train()
+    resumed = trainer_of(tmp_path, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "so that target_epsilon=3 is not exceeded" in caplog.text
+    assert 2.95 < resumed.get_epsilon() <= 3.0
+    (_, *before), (sigma, _, left) = resumed.privacy_engine.accountant.history
+    assert before == [0.1, 2] and left == changes["max_steps"] - 2
+    assert resumed.guarantee().sigma == sigma
+
+
 def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
     """Also where as many steps were counted before, with other noise."""
     loud = DPArguments(noise_multiplier=3.0, delta=1e-3)

@@ -328,22 +328,35 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
         return loader
 
     def _check_budget(self, max_steps: int, loader: Any, *, resumed: bool) -> None:
-        target = self.privacy.target_epsilon
+        """Let a resumed run end within its budget, by more noise if its steps are others now."""
+        target, planned = self.privacy.target_epsilon, self._sigma
         if target is None:
             return
         taken = len(self.privacy_engine.accountant)
         left = max_steps - self.state.global_step
-        assert self._sigma is not None
-        total = checkpoints.epsilon_after(
-            self.privacy_engine, left, sigma=self._sigma, rate=sample_rate_of(loader),
-            delta=self.delta,
-        )  # fmt: skip
-        if total <= target * 1.001:
+        assert planned is not None
+
+        def total(sigma: float) -> float:
+            rate = sample_rate_of(loader)
+            return checkpoints.epsilon_after(
+                self.privacy_engine, left, sigma=sigma, rate=rate, delta=self.delta
+            )
+
+        end = total(planned)
+        if end <= target * 1.001:
+            return
+        if resumed and (enough := checkpoints.enough_noise(total, target, planned)):
+            logger.warning(
+                "the checkpoint has %d steps of another noise or batch size: the %d that are left "
+                "get noise_multiplier=%.4g, not %.4g, so that target_epsilon=%g is not exceeded",
+                taken, left, enough, planned, target,
+            )  # fmt: skip
+            self._sigma = self.optimizer.noise_multiplier = enough
             return
         self._undo()
         raise ValueError(
             f"{taken} steps have been taken{' in the checkpoint' if resumed else ''}, and {left} "
-            f"more at noise_multiplier={self._sigma:.4g} would end at epsilon {total:.4g}, above "
+            f"more at noise_multiplier={planned:.4g} would end at epsilon {end:.4g}, above "
             f"target_epsilon={target:g}. Train fewer steps, or raise target_epsilon"
         )
 
