@@ -88,3 +88,27 @@ def test_a_function_written_for_trainer(each: bool) -> None:
     torch.testing.assert_close(
         losses.by_function(function, {"logits": logits}, {"labels": labels}), want
     )
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_function_divides_by_the_number_of_an_examples_own_labels(each: bool) -> None:
+    """As transformers' own losses do by that of the whole batch."""
+    logits, labels = torch.randn(B, 5, 3), torch.arange(B * 5).view(B, 5) % 3
+    labels[1, 2:] = losses.IGNORED
+
+    def function(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        each_token = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+        )
+        return (each_token.sum(1) if each else each_token.sum()) / num_items_in_batch
+
+    want = losses.causal_lm({"logits": logits}, {"labels": labels})
+    got = losses.by_function(function, {"logits": logits}, {"labels": labels}, shifted=True)
+    torch.testing.assert_close(got, want)
+
+
+def test_an_output_that_is_not_given_is_named() -> None:
+    outputs = losses.Outputs({"logits": torch.zeros(2, 3)})
+    assert not hasattr(outputs, "hidden_states")
+    with pytest.raises(AttributeError, match=r"hidden_states: .*\['logits'\].* model_outputs"):
+        outputs.hidden_states  # noqa: B018

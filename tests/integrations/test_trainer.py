@@ -369,6 +369,18 @@ def test_a_second_training_does_not_pass_the_budget(tmp_path: Path) -> None:
     assert len(trainer.privacy_engine.accountant) == 5
 
 
+def test_a_training_set_that_is_exchanged(tmp_path: Path) -> None:
+    """A curriculum: what is expected of a step, rate and delta are those of the second stage."""
+    trainer = trained(DPTrainer, llama(), tmp_path, Texts(8), DPArguments(noise_multiplier=1.0))
+    trainer.train_dataset = Texts(40)
+    trainer.train()
+    assert trainer.privacy_engine.accountant.history == [(1.0, 0.5, 2), (1.0, 0.1, 2)]
+    assert trainer.guarantee().examples == 40 and trainer.delta == 0.1 / 40
+    trainer.train_dataset = Texts(3)
+    with pytest.raises(ValueError, match=r"expected to draw 4 examples .* train_dataset has 3"):
+        trainer.train()
+
+
 def test_evaluation_and_schedule(tmp_path: Path) -> None:
     privacy = DPArguments(**HUGE)
     more = {**FIXED, "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "linear",

@@ -126,6 +126,17 @@ def test_more_steps_than_the_budget_allows_are_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, max_steps=12).train(resume_from_checkpoint=True)
 
 
+def test_a_finished_run_takes_no_step_when_it_is_resumed(tmp_path: Path) -> None:
+    """Also where it ended within an epoch: the noise was made for 6 steps of its 10."""
+    finished = trainer_of(tmp_path)
+    finished.train()
+    resumed = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == len(resumed.privacy_engine.accountant) == 6
+    assert resumed.get_epsilon() == finished.get_epsilon() <= BUDGET.target_epsilon
+    assert differ(weights(finished.model), weights(resumed.model)) == 0.0
+
+
 def test_another_batch_size_is_said(tmp_path: Path) -> None:
     """As it is on another number of processes, or with another share of a batch for each."""
     trainer_of(tmp_path).train()
@@ -145,6 +156,24 @@ def test_another_batch_size_is_said(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"max_steps": 8}, {"per_device_train_batch_size": 2, "max_steps": 10}]
+)
+def test_a_resumed_run_of_other_steps_ends_within_its_budget(
+    tmp_path: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """More steps, or smaller batches as on fewer processes: the rest has more noise."""
+    first = trainer_of(tmp_path)
+    first.train()
+    resumed = trainer_of(tmp_path, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "so that target_epsilon=3 is not exceeded" in caplog.text
+    assert 2.95 < resumed.get_epsilon() <= 3.0
+    (_, *before), (sigma, _, left) = resumed.privacy_engine.accountant.history
+    assert before == [0.1, 2] and left == changes["max_steps"] - 2
+    assert resumed.guarantee().sigma == sigma
+
+
 def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
     """Also where as many steps were counted before, with other noise."""
     loud = DPArguments(noise_multiplier=3.0, delta=1e-3)
@@ -154,6 +183,19 @@ def test_epsilon_is_of_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
     before = again.get_epsilon()
     again.train(resume_from_checkpoint=str(tmp_path / "loud" / "checkpoint-6"))
     assert again.get_epsilon() == again.privacy_engine.get_epsilon(1e-3) < before
+
+
+def test_arguments_are_saved_as_they_were_given(tmp_path: Path) -> None:
+    """A run that is made of them draws as many examples a step."""
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    args = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    again = DPTrainer(llama(), args, train_dataset=Texts(40), data_collator=collate, privacy=BUDGET)
+    assert again.expected_batch_size == trainer.expected_batch_size == 8
+    assert args.logging_nan_inf_filter
+    assert "gradient_accumulation_steps: 2" in (tmp_path / "README.md").read_text()
 
 
 def test_the_best_model(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.integrations.tiny import Texts, arguments, collate, llama
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
+from opacus.integrations.transformers import DPArguments, DPTrainer, DPTrainerMixin  # noqa: E402
 from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
 from opacus.integrations.transformers.placement import refuse_plugin  # noqa: E402
 
@@ -149,6 +149,29 @@ def test_other_refusals(tmp_path: Path) -> None:
     trainer = DPTrainer(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)
     with pytest.raises(NotImplementedError, match="each trial"):
         trainer.hyperparameter_search()
+
+
+@pytest.mark.parametrize(
+    "name", ["training_step", "get_train_dataloader", "get_batch_samples", "_get_train_sampler"]
+)
+def test_methods_that_would_be_left_out(tmp_path: Path, name: str) -> None:
+    base = getattr(transformers.Trainer, name)
+    mine = type("Mine", (transformers.Trainer,), {name: lambda self, *args: base(self, *args)})
+    private = type("Private", (DPTrainerMixin, mine), {})
+    with pytest.raises(TypeError, match=rf"Mine\.{name} would never run"):
+        private(llama(), arguments(tmp_path), train_dataset=Texts(), privacy=PRIVACY)
+
+
+def test_a_loader_of_ones_own(tmp_path: Path) -> None:
+    class Mine(DPTrainer):
+        def get_train_dataloader(self) -> Any:
+            return transformers.Trainer.get_train_dataloader(self)
+
+    trainer = Mine(
+        llama(), arguments(tmp_path), train_dataset=Texts(), data_collator=collate, privacy=PRIVACY
+    )
+    with pytest.raises(TypeError, match=r"super\(\)\.get_train_dataloader\(\)"):
+        trainer.train()
 
 
 def test_collators_that_join_examples() -> None:

@@ -8,7 +8,7 @@ examples, which the accountant allows, and never the noise of a step that was ta
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,28 @@ def epsilon_after(
     if steps > 0:
         book.history = [*book.history, (sigma, rate, steps)]
     return float(book.get_epsilon(delta=delta))
+
+
+def enough_noise(
+    epsilon_at: Callable[[float], float], target: float, planned: float
+) -> float | None:
+    """The noise multiplier from ``planned`` to twice that which ends within a target.
+
+    Args:
+        epsilon_at: Of all steps, of a noise multiplier of those that are left.
+        target: Largest epsilon.
+        planned: Noise multiplier that is not enough.
+
+    Returns:
+        ``None`` if twice the planned one is not enough either.
+    """
+    low, high = planned, 2 * planned
+    if epsilon_at(high) > target:
+        return None
+    while high - low > 1e-3 * planned:
+        middle = (low + high) / 2
+        low, high = (low, middle) if epsilon_at(middle) <= target else (middle, high)
+    return high
 
 
 # --- sharded models: whole tensors, which load on any number of processes ---

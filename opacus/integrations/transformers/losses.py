@@ -26,7 +26,10 @@ class Outputs(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(
+                f"{name}: a loss by example is given the outputs that are tensors, {[*self]}; "
+                "override model_outputs to give it more, each with one row an example"
+            ) from None
 
 
 def tokens_mean(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -145,29 +148,46 @@ def _writes_text(model: Any) -> bool:
     )
 
 
-def by_function(function: Callable[..., Any], outputs: Tensors, inputs: Tensors) -> Tensor:
+def by_function(
+    function: Callable[..., Any], outputs: Tensors, inputs: Tensors, shifted: bool = False
+) -> Tensor:
     """``[B]``: a ``compute_loss_func`` for Trainer, of each example alone.
 
     Args:
-        function: Takes outputs, labels and ``num_items_in_batch``; returns one loss, or one an
-            example.
+        function: Takes outputs, labels and ``num_items_in_batch``, here the number of the
+            example's own labels; returns one loss, or one an example.
         outputs: Of the model, by name.
         inputs: The batch, by name.
+        shifted: Whether a label is of the token before, so that the first counts for nothing.
     """
     count = next(len(v) for v in outputs.values() if isinstance(v, Tensor))
-
-    def of(start: int, stop: int) -> Any:
-        own = Outputs(_cut(outputs, count, start, stop))
-        labels = _cut(inputs, count, start, stop).get("labels")
-        return function(own, labels, num_items_in_batch=None)
-
     if count == 0:
         first = next(v for v in outputs.values() if isinstance(v, Tensor))
         return first.flatten(1).sum(1)
-    whole = of(0, count)
-    if isinstance(whole, Tensor) and whole.shape == (count,):
-        return whole
-    return torch.stack([of(i, i + 1).reshape(()) for i in range(count)])
+    items = _own_labels(inputs.get("labels"), shifted)
+
+    def of(start: int, stop: int, number: Tensor | None) -> Any:
+        labels = _cut(inputs, count, start, stop).get("labels")
+        own = Outputs(_cut(outputs, count, start, stop))
+        return function(own, labels, num_items_in_batch=number)
+
+    def alone(i: int) -> Any:
+        return of(i, i + 1, None if items is None else items[i])
+
+    first = alone(0)
+    if isinstance(first, Tensor) and first.shape == (1,):  # one loss an example
+        whole = of(0, count, items)
+        if whole.shape == (count,):
+            return whole  # type: ignore[no-any-return]
+    return torch.stack([first.reshape(()), *(alone(i).reshape(()) for i in range(1, count))])
+
+
+def _own_labels(labels: Any, shifted: bool) -> Tensor | None:
+    """Number of labels of each example, at least 1; ``None`` if they are no tensor."""
+    if not isinstance(labels, Tensor) or labels.dim() == 0:
+        return None
+    rows = labels.unsqueeze(1) if labels.dim() == 1 else labels[:, int(shifted) :]
+    return (rows != IGNORED).flatten(1).sum(1).clamp(min=1)
 
 
 def _cut(values: Tensors, count: int, start: int, stop: int) -> dict[str, Any]:

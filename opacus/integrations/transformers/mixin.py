@@ -5,29 +5,34 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
+import torch
 import transformers.trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
-from transformers.trainer_utils import seed_worker
 
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.core.privacy.key import SystemGenerator, reproducible_from_environment
+from opacus.core.isolation.check import VARIABLE
+from opacus.core.platform.switches import switched_on
+from opacus.core.privacy.key import reproducible_from_environment
 from opacus.data.rates import sample_rate_of
-from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
+from opacus.data_loader import CollateFnWithEmpty
 from opacus.integrations.transformers import checkpoints
 from opacus.integrations.transformers.adapters import add_penalties
 from opacus.integrations.transformers.arguments import DPArguments
-from opacus.integrations.transformers.batches import ChunkedCollate
 from opacus.integrations.transformers.card import Guarantee
+from opacus.integrations.transformers.drawing import PrivateData
 from opacus.integrations.transformers.logits import computes_the_models_loss, drop_logits
 from opacus.integrations.transformers.logs import with_mean
+from opacus.integrations.transformers.lone_examples import EXACT, ROUGH, refuse_dependence
 from opacus.integrations.transformers.losses import by_function, loss_of
+from opacus.integrations.transformers.overrides import (
+    chunked_collate,
+    refuse_overridden_loss,
+    refuse_replaced_methods,
+)
 from opacus.integrations.transformers.placement import (
     compile_blocks,
     placed,
@@ -39,7 +44,6 @@ from opacus.integrations.transformers.refusals import (
     refuse_arguments,
     refuse_data,
     refuse_model,
-    refuse_overridden_loss,
 )
 from opacus.integrations.transformers.saving import PrivateSaving
 from opacus.integrations.transformers.step import PrivateStep
@@ -49,7 +53,7 @@ from opacus.privacy_engine import PrivacyEngine
 logger = logging.getLogger(__name__)
 
 
-class DPTrainerMixin(PrivateStep, PrivateSaving):
+class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
     """Put before a Trainer among the bases of a class, it makes the Trainer private.
 
     ``class DPTrainer(DPTrainerMixin, Trainer)``; also before users' own Trainers. What is as it
@@ -85,6 +89,7 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
                 f"{type(privacy).__name__}"
             )
         refuse_overridden_loss(type(self), DPTrainerMixin)
+        refuse_replaced_methods(type(self), DPTrainerMixin, poisson=privacy.poisson_sampling)
         for value in (*args, kwargs.get("args")):
             if isinstance(value, TrainingArguments):
                 refuse_arguments(value, privacy)
@@ -110,7 +115,6 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         self.privacy_engine = PrivacyEngine(
             accountant=privacy.accountant, secure_mode=privacy.secure_mode
         )
-        self._size = len(self.train_dataset)
         self.delta = privacy.delta_for(self._size)
         self._check_batch()
         self._sigma = privacy.noise_multiplier
@@ -133,27 +137,11 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         if self.compute_loss_func is None and not overridden:
             loss_of(self._bare_model())
 
-    def _check_batch(self) -> None:
-        if self.expected_batch_size > self._size:
-            raise ValueError(
-                f"a step is expected to draw {self.expected_batch_size} examples "
-                "(expected_batch_size, or else per_device_train_batch_size * "
-                f"gradient_accumulation_steps * processes), and train_dataset has {self._size}"
-            )
-
     def _bare_model(self) -> Any:
         get_base_model = getattr(self.model, "get_base_model", None)
         return self.model if get_base_model is None else get_base_model()
 
     # --- what users look at ---
-
-    @property
-    def expected_batch_size(self) -> int:
-        """Examples that a step is expected to draw, in all processes together."""
-        if self.privacy.expected_batch_size is not None:
-            return self.privacy.expected_batch_size
-        each = self.args.per_device_train_batch_size * self._accumulation
-        return int(each * max(1, self.args.world_size))
 
     def get_epsilon(self) -> float:
         """Epsilon of all steps so far, at :attr:`delta`."""
@@ -225,52 +213,13 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             inputs: The batch, labels included.
         """
         if self.compute_loss_func is not None:
-            return by_function(self.compute_loss_func, outputs, inputs)
+            shifted = getattr(self, "_loss_shifts_labels", False)
+            return by_function(self.compute_loss_func, outputs, inputs, shifted)
         if is_without_logits(self._bare_model()):
             loss_per_example: Tensor = outputs["loss"]
             return loss_per_example
         loss = loss_of(self._bare_model())
         return loss(outputs, inputs, smoothing=self.args.label_smoothing_factor)
-
-    # --- data ---
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Loader of logical batches; :meth:`train` makes it private."""
-        dataset, collate = self.train_dataset, self.data_collator
-        tables = sys.modules.get("datasets")  # not needed; one that was made there is loaded
-        if tables is not None and isinstance(dataset, tables.Dataset):
-            dataset = self._remove_unused_columns(dataset, description="training")
-        else:
-            collate = self._get_collator_with_removed_columns(collate, description="training")
-        args = self.args
-        settings: dict[str, Any] = {
-            "collate_fn": ChunkedCollate(collate, args.per_device_train_batch_size),
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "worker_init_fn": partial(
-                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
-            ),
-        }
-        if not self.privacy.poisson_sampling:
-            sampler = self._get_train_sampler(dataset)
-            return DataLoader(dataset, self.expected_batch_size, sampler=sampler, **settings)
-        # Not from the global generator, which Trainer seeds: coin tosses must not be known.
-        coins = None if reproducible_from_environment() else SystemGenerator()
-        rate = self.expected_batch_size / self._size
-        return DPDataLoader(dataset, sample_rate=rate, generator=coins, **settings)
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Expected number of examples of a step."""
-        return self.expected_batch_size
-
-    def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: Any
-    ) -> tuple[list[Any], None]:
-        """The next logical batch; the number of its tokens must not scale any loss."""
-        drawn = (next(epoch_iterator, None) for _ in range(num_batches))
-        return [batch for batch in drawn if batch is not None], None
 
     # --- becoming private ---
 
@@ -307,15 +256,18 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
     ) -> tuple[Any, Any]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        collate = chunked_collate(train_dataloader).collate
         saved = None
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
+        self.delta = min(self.delta, self.privacy.delta_for(self._size))
         self._start_logs()
         self._place()
         self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
         if self.compute_loss_func is None and computes_the_models_loss(type(self), DPTrainerMixin):
             bare, smoothing = self._bare_model(), self.args.label_smoothing_factor
             self._in_head = drop_logits(self.model, bare, self.args.device, smoothing)
+        self._look_at_examples(train_dataloader.dataset, collate)
         reshard(self.model)
         self.create_optimizer()
         loader = self._make_private(max_steps, train_dataloader)
@@ -328,6 +280,16 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         return self.model_wrapped, loader
+
+    def _look_at_examples(self, dataset: Any, collate: Any) -> None:
+        """See ``lone_examples``: physical batches of several examples must not join them."""
+        if self.args.per_device_train_batch_size == 1 or not switched_on(VARIABLE, default=True):
+            return
+        exact = torch.get_float32_matmul_precision() == "highest" and not self.args.bf16
+        exact &= all(p.dtype == torch.float32 for p in self.model.parameters())
+        # Tokens of a causal model do not see padding; its logits might not fit into memory.
+        losses = None if is_without_logits(self._bare_model()) else self._losses_alone
+        refuse_dependence(dataset, collate, losses, EXACT if exact else ROUGH)
 
     def _make_private(self, max_steps: int, loader: Any) -> Any:
         if max_steps < 1:
@@ -366,27 +328,47 @@ class DPTrainerMixin(PrivateStep, PrivateSaving):
         return loader
 
     def _check_budget(self, max_steps: int, loader: Any, *, resumed: bool) -> None:
-        target = self.privacy.target_epsilon
+        """Let a resumed run end within its budget, by more noise if its steps are others now."""
+        target, planned = self.privacy.target_epsilon, self._sigma
         if target is None:
             return
         taken = len(self.privacy_engine.accountant)
         left = max_steps - self.state.global_step
-        assert self._sigma is not None
-        total = checkpoints.epsilon_after(
-            self.privacy_engine, left, sigma=self._sigma, rate=sample_rate_of(loader),
-            delta=self.delta,
-        )  # fmt: skip
-        if total <= target * 1.001:
+        assert planned is not None
+
+        def total(sigma: float) -> float:
+            rate = sample_rate_of(loader)
+            return checkpoints.epsilon_after(
+                self.privacy_engine, left, sigma=sigma, rate=rate, delta=self.delta
+            )
+
+        end = total(planned)
+        if end <= target * 1.001:
+            return
+        if resumed and (enough := checkpoints.enough_noise(total, target, planned)):
+            logger.warning(
+                "the checkpoint has %d steps of another noise or batch size: the %d that are left "
+                "get noise_multiplier=%.4g, not %.4g, so that target_epsilon=%g is not exceeded",
+                taken, left, enough, planned, target,
+            )  # fmt: skip
+            self._sigma = self.optimizer.noise_multiplier = enough
             return
         self._undo()
         raise ValueError(
             f"{taken} steps have been taken{' in the checkpoint' if resumed else ''}, and {left} "
-            f"more at noise_multiplier={self._sigma:.4g} would end at epsilon {total:.4g}, above "
+            f"more at noise_multiplier={planned:.4g} would end at epsilon {end:.4g}, above "
             f"target_epsilon={target:g}. Train fewer steps, or raise target_epsilon"
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a resumed epoch goes on with new draws, so nothing is left out."""
+        """As the Trainer's; a resumed epoch goes on with new draws, so nothing is left out.
+
+        Trainer looks at ``max_steps`` after a step: a finished run that is resumed would take one
+        more, which its noise was not made for.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
         if not self.privacy.poisson_sampling:
             return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
         skip = transformers.trainer.skip_first_batches

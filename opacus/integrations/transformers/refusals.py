@@ -157,22 +157,6 @@ def refuse_model(model: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "model.config.output_router_logits=True adds a loss that balances experts over all "
-            "examples of a batch, which cannot be clipped by example: set it to False"
-        )
-
-
-def refuse_overridden_loss(trainer: type, mixin: type) -> None:
-    """Refuse a Trainer whose own loss would be left out without a word.
-
-    Raises:
-        TypeError: It overrides ``compute_loss`` and not ``per_sample_loss``.
-    """
-    if trainer.per_sample_loss is not mixin.per_sample_loss:  # type: ignore[attr-defined]
-        return
-    owner = next(c for c in trainer.__mro__ if "compute_loss" in c.__dict__)
-    if owner.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
-        raise TypeError(
-            f"{owner.__name__}.compute_loss returns one loss for the whole batch, which cannot be "
-            "clipped by example. Override per_sample_loss(self, outputs, inputs) too, to return "
-            "one loss an example; compute_loss is used for evaluation only"
+            "examples of a batch, which cannot be clipped by example: set it to False (TRL sets it "
+            "unless router_aux_loss_coef=0)"
         )

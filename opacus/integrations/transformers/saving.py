@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ class PrivateSaving:
     state: Any
     privacy_engine: Any
     delta: float
+    _accumulation: int
+    _filters_losses: bool
     _gathered: Any = None  # the weights, while a sharded model is saved
 
     def guarantee(self) -> Guarantee:
@@ -36,9 +41,22 @@ class PrivateSaving:
     def _sharded(self) -> bool:
         return is_fsdp(self.model)
 
+    @contextmanager
+    def _arguments_as_given(self) -> Iterator[None]:
+        """``args`` are those of the user: what private training does itself, it takes from them."""
+        ours = self.args
+        self.args = copy.copy(ours)
+        self.args.gradient_accumulation_steps = self._accumulation
+        self.args.logging_nan_inf_filter = self._filters_losses
+        try:
+            yield
+        finally:
+            self.args = ours
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, with a section on the guarantee."""
-        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        with self._arguments_as_given():
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             self.guarantee().write(self.args.output_dir)
 
@@ -54,7 +72,8 @@ class PrivateSaving:
         folder = self.args.output_dir if output_dir is None else output_dir
         if state_dict is None:
             state_dict = self._gathered
-        super()._save(folder, state_dict=state_dict)  # type: ignore[misc]
+        with self._arguments_as_given():  # they are saved, too
+            super()._save(folder, state_dict=state_dict)  # type: ignore[misc]
         if not self.args.should_save:
             return
         if self._sharded and hasattr(self.model, "peft_config"):

@@ -83,17 +83,9 @@ class PrivateStep(PrivateLogs):
 
     def _physical_step(self, model: Any, chunk: Any, size: int) -> Tensor:
         """Backward pass of one physical batch; returns the sum of its losses."""
-        chunk = dict(chunk) if size else self._no_examples()
-        device = self.args.device
-        on_device = {  # out of pinned memory nothing waits for it
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
-            for k, v in chunk.items()
-        }
-        batch = self._prepare_inputs(on_device)
+        chunk = chunk if size else self._no_examples()
         with self.compute_loss_context_manager():
-            outputs, inputs = self.model_outputs(model, batch)
-            named = {_OUTPUT + k: v for k, v in outputs.items()}
-            named |= {_INPUT + k: v for k, v in inputs.items()}
+            named = self._named(model, chunk)
             if self._criterion is not None:
                 loss = self._criterion(**named)
             else:
@@ -106,6 +98,16 @@ class PrivateStep(PrivateLogs):
             self._norms.append(self._private.per_sample_gradient_norms.detach().float())
         return loss.detach().float() * size
 
+    def _named(self, model: Any, chunk: Mapping[str, Any]) -> dict[str, Any]:
+        """What the criterion is given of a collated batch."""
+        on_device = {  # out of pinned memory nothing waits for it
+            k: v.to(self.args.device, non_blocking=True) if isinstance(v, Tensor) else v
+            for k, v in chunk.items()
+        }
+        outputs, inputs = self.model_outputs(model, self._prepare_inputs(on_device))
+        named = {_OUTPUT + k: v for k, v in outputs.items()}
+        return named | {_INPUT + k: v for k, v in inputs.items()}
+
     def _losses(self, **named: Any) -> Tensor:
         """The criterion that becomes private: one loss an example, of tensors by name."""
         outputs = {k.removeprefix(_OUTPUT): v for k, v in named.items() if k.startswith(_OUTPUT)}
@@ -115,6 +117,16 @@ class PrivateStep(PrivateLogs):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(f"per_sample_loss must return one loss an example, [B]; got {shape}")
         return losses
+
+    @torch.no_grad()
+    def _losses_alone(self, chunk: Mapping[str, Any]) -> Tensor:
+        """``[B]`` of a collated batch, without dropout; before the model is private."""
+        self.model.eval()
+        try:
+            with self.compute_loss_context_manager(), torch.compiler.set_stance("force_eager"):
+                return self._losses(**self._named(self.model, chunk))
+        finally:
+            self.model.train()
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Autocast, where accelerate's wrapper would do it; sharded models have a policy."""
