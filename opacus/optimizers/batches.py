@@ -30,6 +30,7 @@ class PhysicalBatches:
     _is_last_step_skipped = False
 
     clip_and_accumulate: Callable[[], None]
+    begin_batch: Callable[[], None]
     call_step_hooks: Callable[[], None]
     _discard: Callable[[], None]
     _counts: Callable[[], list[Any]]
@@ -43,6 +44,7 @@ class PhysicalBatches:
         """Say whether the next :meth:`step` only accumulates (``True``) or is a real one."""
         self._step_skip_queue.append(do_skip)
         self._cleared_since_signal = False
+        self.begin_batch()
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         if not self._step_skip_queue:

@@ -170,8 +170,15 @@ class CheckedOptimizer:
         self._part_is_lost = lost
 
     def lose_part(self) -> None:
-        """A physical batch was left without its step: nothing of its logical batch is released."""
+        """A physical batch was left without its step: nothing of its logical batch is released.
+
+        On all ranks, which else would wait for its vote and take that on the next one for it.
+        """
         self._part_is_lost = True
+        if self.votes is not None:
+            self.votes.refuse("the training loop has left out a physical batch")
+            if self.isolation is not None:
+                self.isolation.recorder.unfinished.tell()
 
     def agree(self) -> None:
         """Before ranks communicate in a backward pass: all come to that, or all raise.

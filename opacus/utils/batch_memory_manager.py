@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,13 +17,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from opacus.data.collate import CollateFnWithEmpty, wrap_collate_with_empty
 from opacus.data.fixed import PaddedCollate
 from opacus.data.host_loader import HostLoader, loader_settings
+from opacus.data.in_flight import InFlight
 from opacus.data.sharding import ShardedBatchSampler, communication_device
 from opacus.utils.uniform_sampler import POISSON, DistributedUniformWithReplacementSampler
 
 if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer
-
-logger = logging.getLogger(__name__)
 
 # Samplers whose batches differ in size between ranks.
 _UNEVEN_SAMPLERS = (DistributedUniformWithReplacementSampler, ShardedBatchSampler)
@@ -157,9 +155,7 @@ class PhysicalBatchLoader(HostLoader):
 
     batch_sampler: BatchSplittingSampler
     _live: object | None = None  # stands for the pass that is under way
-
-    # Batches that the training loop fetches before it uses one; learned, None until then.
-    _ahead: int | None = None
+    _in_flight: InFlight | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.abandon()
@@ -174,6 +170,8 @@ class PhysicalBatchLoader(HostLoader):
         """Ends the pass under way, if there is one."""
         if self._live is not None:
             self._live = None
+            if self._in_flight is not None:
+                self._in_flight.end()
             reset_accumulation(self.batch_sampler.optimizer)
             if self._draws is not None:
                 self._draws.leave_pass()
@@ -189,60 +187,27 @@ class PhysicalBatchLoader(HostLoader):
         optimizer: Any = self.batch_sampler.optimizer
         draws = self._draws
         made_up = getattr(self.collate_fn, "rand_on_empty", False)
-        given = 0
+        if self._in_flight is None:
+            self._in_flight = InFlight(optimizer, draws)
+        in_flight = self._in_flight
+        in_flight.begin()
         try:
             for batch in batches:
                 self._require(live)
-                self._leave(optimizer, draws, given)
+                in_flight.fetch()
                 do_skip, size = signals.popleft(), sizes.popleft()
                 optimizer.signal_skip_step(do_skip=do_skip)
                 if draws is not None:
                     draws.deliver(max(size, int(made_up)), last=not do_skip)
-                given += 1
+                in_flight.deliver(batch)
                 yield batch
                 self._require(live)
-            self._leave(optimizer, draws, given)
+            in_flight.fetch()
+            in_flight.end()
             self._live = None
         finally:
             if self._live is live:
                 self.abandon()
-
-    def _leave(self, optimizer: Any, draws: Any, given: int) -> None:
-        """Forget physical batches that the loop has left without a step.
-
-        Raises:
-            RuntimeError: It was the last one of a logical batch.
-
-        A loop that fetches ahead has as many batches without a step at each delivery; one that
-        leaves a batch has one more from then on, and the oldest of them is the one that it left.
-        """
-        waiting: list[bool] = getattr(optimizer, "_step_skip_queue", [])
-        cleared = getattr(optimizer, "_cleared_since_signal", False)
-        if len(waiting) < given:  # a step has been taken in this pass
-            known = len(waiting) if self._ahead is None else self._ahead
-            self._ahead = min(known, len(waiting))
-        elif cleared and self._ahead is None:  # it was worked on, so it was not fetched ahead
-            self._ahead = 0
-        if self._ahead is None:
-            return
-        while len(waiting) > self._ahead:
-            if not waiting[0]:
-                raise RuntimeError(
-                    "the last physical batch of a logical batch was left without its "
-                    "optimizer.step(), so the logical batch was not released, and its sums would "
-                    "get into the next one. Call optimizer.step() after each physical batch; to "
-                    "drop a whole logical batch, call optimizer.reset_accumulation() instead"
-                )
-            logger.warning(
-                "A physical batch was left without optimizer.step(): nothing of its logical batch "
-                "will be released. Whether its other samples take part must not depend on one."
-            )
-            lose = getattr(optimizer, "lose_part", None)
-            if lose is not None:
-                lose()
-            waiting.pop(0)
-            if draws is not None:
-                draws.keep_latest(len(waiting))
 
     def _require(self, live: object) -> None:
         if self._live is not live:
@@ -259,8 +224,9 @@ def reset_accumulation(optimizer: Any) -> None:
     """
     signalled = getattr(optimizer, "_step_skip_queue", True)
     partial_sums = getattr(optimizer, "_is_last_step_skipped", True)
+    lost = getattr(optimizer, "_part_is_lost", False)
     reset = getattr(optimizer, "reset_accumulation", None)
-    if reset is not None and (signalled or partial_sums):
+    if reset is not None and (signalled or partial_sums or lost):
         reset()
 
 

@@ -113,3 +113,31 @@ def test_released_sums_are_the_oracles(world_size: int) -> None:
         for case, got in one.items():
             for grad, exact in zip(got, want, strict=True):
                 assert oracle.relative_error(grad, exact) < 1e-9, case
+
+
+def only_some(rank: int, world_size: int, mode: str) -> int:
+    """Steps on samples in rank 1 alone, so that no other one compares any; how often it does."""
+    net = Counted(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    data = batch(world_size)
+    made = PrivacyEngine().make_private(
+        module=DistributedDataParallel(net),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(*data), batch_size=B * world_size),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    x, y = data[0].float()[: B * rank], data[1][: B * rank]
+    for _ in range(2):
+        made[1].zero_grad()
+        criterion(made[0](x), y).backward()
+        made[1].step()
+    return made[0].isolation.schedule.checks
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_are_not_broadcast_where_samples_are_compared(mode: str) -> None:
+    assert run_distributed(only_some, 2, mode, timeout=60)[1] > 0

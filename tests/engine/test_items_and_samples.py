@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -216,6 +218,88 @@ def test_batches_after_a_refused_one_are_released_though_all_parts_have_one_size
         assert len(refusals) == (2 if failing == 2 else 1)
         refusals.clear()
     assert run[0].accountant.history == [(1.0, 1.0, 4)]
+
+
+def ahead(batches: Any, number: int) -> Iterator[Any]:
+    """Fetches so many batches before it gives the first, as the loaders of accelerate do."""
+    waiting: deque[Any] = deque()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > number:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def epochs(
+    run: Any, fetched: int, leave: Any, failing: bool, moved: bool = False
+) -> list[list[int]]:
+    """The items in each of the steps of three passes, of which some parts are left."""
+    _, model, optimizer, criterion, loader = run
+    released: list[list[int]] = []
+    seen: list[Tensor] = []
+    number = {tuple(x.tolist()): k for k, (x, _) in enumerate(loader.dataset)}
+    plain = optimizer.original_optimizer.step
+
+    def spy() -> None:
+        released.append(sorted(number[tuple(x.tolist())] for x in torch.cat(seen)))
+        seen.clear()
+        plain()
+
+    optimizer.original_optimizer.step = spy
+    for _ in range(3):
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=6, optimizer=optimizer
+        ) as batches:
+            for k, (x, y) in enumerate(ahead(batches, fetched)):
+                try:
+                    if leave(k) and not failing:
+                        continue
+                    output = model(x + 0 if moved else x)
+                    if leave(k):
+                        continue
+                    optimizer.zero_grad()
+                    criterion(output, y).backward()
+                    seen.append(x)
+                    optimizer.step()
+                except RuntimeError:
+                    seen.clear()
+                optimizer.zero_grad()
+    optimizer.original_optimizer.step = plain
+    return released
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("fetched", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_first_parts_that_are_left_are_told_from_those_fetched_ahead(
+    mode: str, fetched: int, poisson: bool
+) -> None:
+    """In each pass, whether or not the loop has called the model or the optimizer before."""
+    size = N if poisson else N // 2
+    run = private(mode, size, poisson)
+    every = [[*range(start, start + size)] for start in range(0, N, size)]
+    assert epochs(run, fetched, lambda k: False, False) == every * 3
+    assert epochs(run, fetched, lambda k: False, False, moved=True) == every * 3
+    for failing in (False, True):
+        found = epochs(private(mode, size, poisson), fetched, lambda k: k == 0, failing)
+        assert found == every[1:] * 3  # the second batch of each pass, if there is one
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_pass_left_after_a_refusal_does_not_spoil_the_next(poisson: bool) -> None:
+    run = private("ghost_bk", N, poisson)
+    for failing in (True, False):
+        with BatchMemoryManager(
+            data_loader=run[-1], max_physical_batch_size=6, optimizer=run[2]
+        ) as batches:
+            for k, batch in enumerate(batches):
+                if failing and k == 1:
+                    raise_in_step(run[2])
+                    with pytest.raises(RuntimeError, match="this batch is refused"):
+                        step(run, batch)
+                    break
+                step(run, batch)
+    assert run[0].accountant.history == [(1.0, 1.0, 1)]
 
 
 @pytest.mark.parametrize("poisson", [True, False])

@@ -69,6 +69,14 @@ class Joined(Merged):
         return first - second
 
 
+class NoPrefix(Merged):
+    """Whose layers also run on no tokens of each sample."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        prefix = self.run(inputs[:, :0]).sum(1)
+        return self.run(inputs).mean(1) + prefix
+
+
 class Listed(Merged):
     def prepare(self, inputs: Any) -> Tensor:
         return torch.stack(inputs)
@@ -143,7 +151,7 @@ def test_a_refused_batch_is_not_in_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, B])
-@pytest.mark.parametrize("kind", [Merged, Joined, Reentrant, Field])
+@pytest.mark.parametrize("kind", [Merged, Joined, Reentrant, Field, NoPrefix])
 @pytest.mark.parametrize("mode", ROWS)
 def test_rows_that_can_be_followed_are_grouped(mode: str, kind: Any, rows: int) -> None:
     if kind is Reentrant and rows == 1:

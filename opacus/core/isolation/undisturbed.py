@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 # Buffers up to so many elements are put back if a run has changed them.
 BUFFER_ELEMENTS = 1 << 24
@@ -32,10 +33,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in model.modules():  # of DistributedDataParallel
-            for name in ("require_backward_grad_sync", "require_forward_param_sync"):
-                if name in module.__dict__:
-                    module.__dict__[name] = False
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = False
+                module.modules_buffers = []  # none to broadcast, however that is asked for
         yield
 
 

@@ -57,7 +57,7 @@ class Meetings:
         self._made[purpose + digest] += 1
         self._prefix = f"opacus/{purpose}/{digest}/{self._made[purpose + digest]}"
         self._store: Any = default_store()
-        self._last = ""
+        self._past: list[str] = []  # meetings whose keys are still there
         _tell_the_end(self._store)
 
     def meet(self, label: str, value: str, wait: float) -> Outcome:
@@ -77,8 +77,11 @@ class Meetings:
             store.set(f"{key}/end", _DIFFER)
         elif store.add(f"{key}/count", 1) == len(self.ranks):
             store.set(f"{key}/end", _SAME)
-        if self._ended(key, wait) == _SAME:
-            self._forget_last(key)
+        same = self._ended(key, wait) == _SAME
+        if same:
+            self._forget_past()
+        self._past.append(key)
+        if same:
             return Outcome(dict.fromkeys(self.ranks, value))
         return Outcome({rank: self._get(f"{key}/{rank}") for rank in self.ranks})
 
@@ -109,14 +112,14 @@ class Meetings:
     def _get(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _forget_last(self, key: str) -> None:
-        """All have come to this meeting, so all have left the one before."""
-        if self._last:
-            self._store.delete_key(f"{self._last}/{self._rank}")
+    def _forget_past(self) -> None:
+        """All have come to this meeting, so all have left those before."""
+        for key in self._past:
+            self._store.delete_key(f"{key}/{self._rank}")
             if self._rank == self.ranks[0]:
                 for part in ("value", "count", "end"):
-                    self._store.delete_key(f"{self._last}/{part}")
-        self._last = key
+                    self._store.delete_key(f"{key}/{part}")
+        self._past.clear()
 
     def announce(self, text: str) -> None:
         """Leave a message for ranks that wait in a collective until their peers are gone."""

@@ -135,7 +135,10 @@ class Passes:
         latest_batch: Number of samples of the latest call, where its inputs tell.
         told: The same, if its inputs leave no doubt.
         named: Units of the latest batch, if the user names them.
+        given: Called with the inputs of the model, in training.
     """
+
+    given: Callable[[Any], None] | None = None
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -234,4 +237,5 @@ class Passes:
         self.generation = Generation()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "current": None, "latest": None, "generation": Generation()}
+        state = {**self.__dict__, "current": None, "latest": None, "given": None}
+        return {**state, "generation": Generation()}

@@ -17,7 +17,7 @@ class Unfinished:
     """
 
     def __init__(self) -> None:
-        self.running = self.dropped = False
+        self.running = self.dropped = self._told = False
         self.why = ""
 
     def fail(self, error: Exception) -> None:
@@ -32,11 +32,15 @@ class Unfinished:
 
     def drop(self) -> None:
         """What it has left behind is gone; see :meth:`take`."""
-        self.running, self.dropped = False, True
+        self.running, self.dropped, self._told = False, not self._told, False
+
+    def tell(self) -> None:
+        """Other ranks have heard of it, but what it has left is still there."""
+        self.dropped, self._told = False, self.running
 
     def forget(self) -> None:
         """Other ranks have heard of it."""
-        self.running = self.dropped = False
+        self.running = self.dropped = self._told = False
         self.why = ""
 
     def take(self) -> str:
@@ -46,4 +50,4 @@ class Unfinished:
         return (why or "its backward pass failed") if dropped else ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"running": False, "dropped": False, "why": ""}
+        return {"running": False, "dropped": False, "_told": False, "why": ""}

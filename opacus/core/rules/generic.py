@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
@@ -22,6 +29,8 @@ from opacus.core.rules.units import Units
 Tensors = tuple[Tensor, ...]
 # A module as a function of its own trainable parameters; gives its tensor outputs.
 Run = Callable[[dict[str, Tensor]], Tensors]
+# Which argument of a layer a tensor is, in calls with as many, and its number of dimensions.
+Place = tuple[str, int, int]
 # Gradient of these parameters, given those of the outputs.
 PullBack = Callable[[Run, dict[str, Tensor], Tensors], dict[str, Tensor]]
 
@@ -63,9 +72,7 @@ class Call:
         buffers |= started_from or {}
         return cls(args, kwargs, parameters, buffers, batch_dim)
 
-    def split(
-        self, batch: int, nobodys: Set[tuple[int, ...]] = frozenset()
-    ) -> tuple[list[Any], list[int]]:
+    def split(self, batch: int, nobodys: Set[Place] = frozenset()) -> tuple[list[Any], list[int]]:
         """Find the samples in the arguments.
 
         Args:
@@ -78,9 +85,17 @@ class Call:
         """
         leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
         places = [i for i, leaf in enumerate(leaves) if _has_rows(leaf, batch)]
-        places = [i for i in places if _place(leaves, i) not in nobodys]
+        if nobodys:
+            known = self.places()
+            places = [i for i in places if known[i] not in nobodys]
         whole = [self.restore(leaf) for leaf in leaves]
         return [leaf if i in places else whole[i] for i, leaf in enumerate(leaves)], places
+
+    def places(self) -> list[Place]:
+        """Of each of the flattened arguments."""
+        leaves, _ = tree_flatten_with_path((self.args, dict(self.kwargs)))
+        dims = [leaf.dim() if isinstance(leaf, Tensor) else 0 for _, leaf in leaves]
+        return [(keystr(path), len(leaves), d) for (path, _), d in zip(leaves, dims, strict=True)]
 
     def restore(self, value: Any) -> Any:
         """A batch-first argument or backprop as the module wants it."""
@@ -113,8 +128,8 @@ class GenericRule(LayerRule):
         self.module = HeldModule(module)
         # Arguments that were split into samples, and those that had another number of rows once:
         # they are nobody's, also where a batch has as many samples by chance.
-        self._samples: set[tuple[int, ...]] = set()
-        self._nobodys: set[tuple[int, ...]] = set()
+        self._samples: set[Place] = set()
+        self._nobodys: set[Place] = set()
 
     def per_sample_grad(
         self, spec: LayerSpec, activations: Call, backprops: Any
@@ -126,7 +141,7 @@ class GenericRule(LayerRule):
         if batch == 0:
             return {name: p.new_zeros(0, *p.shape) for name, p in own.items()}
         self._refuse_to_run_again(spec, call, backprops)
-        if self._learn(tree_leaves((call.args, dict(call.kwargs))), batch):
+        if self._learn(call, batch):
             raise unsupported(spec, call, backprops, _BY_CHANCE)
         leaves, places = call.split(batch, self._nobodys)
 
@@ -144,9 +159,11 @@ class GenericRule(LayerRule):
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
 
-    def _learn(self, leaves: list[Any], batch: int) -> bool:
+    def _learn(self, call: Call, batch: int) -> bool:
         """Which arguments are nobody's; whether such a one was taken for the samples' before."""
-        tensors = [(_place(leaves, i), x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        leaves = tree_leaves((call.args, dict(call.kwargs)))
+        pairs = zip(call.places(), leaves, strict=True)
+        tensors = [(place, x) for place, x in pairs if isinstance(x, Tensor)]
         self._nobodys |= {p for p, x in tensors if x.dim() and x.shape[0] not in (1, batch)}
         wrong = self._samples & self._nobodys
         if batch > 1:
@@ -296,11 +313,6 @@ def _precision(call: Call) -> AbstractContextManager[Any]:
 
 def _as_tuple(backprops: Any) -> tuple[Tensor, ...]:
     return backprops if isinstance(backprops, tuple) else (backprops,)
-
-
-def _place(leaves: list[Any], i: int) -> tuple[int, ...]:
-    """Which argument of a layer a tensor is, in calls with as many."""
-    return len(leaves), i, leaves[i].dim()
 
 
 def _has_rows(value: Any, rows: int) -> bool:

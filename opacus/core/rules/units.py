@@ -103,6 +103,8 @@ def units_of(ids: Tensor, shape: torch.Size, count: int, batch_dim: int) -> Unit
     """
     varying = [d for d, size in enumerate(ids.shape) if size > 1]
     line = ids.reshape(-1)
+    if not len(line) and shape[batch_dim : batch_dim + 1] == (count,):
+        return None  # rows without elements
     if not varying and count == 1 and int(line[0]) == 0:
         only = shape[batch_dim : batch_dim + 1] == (1,)
         return None if only else Units(1, block=shape[0] if shape else 1)

@@ -35,13 +35,37 @@ class Net(nn.Module):
         return output
 
 
+class Either(nn.Module):
+    """Takes a table that all samples share, or a mask of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, table: Any = None, mask: Any = None) -> Tensor:
+        if table is None:
+            return x * mask * self.scale
+        return torch.softmax(x @ table.t(), -1) @ table * self.scale
+
+
+class ByName(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Either()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = x.mean(1), torch.arange(30.0, dtype=x.dtype).view(5, 6).sin()
+        output: Tensor = self.head(self.scaled(x, table=table) + self.scaled(x, mask=x.sigmoid()))
+        return output
+
+
 def loss_of(model: Any, one: Any) -> Tensor:
     return nn.functional.cross_entropy(model(one[0]), one[1])
 
 
 def exact(made: Any, net: Net, rows: int, length: int) -> None:
     x, y = torch.randn(rows, 2 * length, 6).double() * 3, torch.arange(rows) % 3
-    grads = oracle.per_sample_gradients(Net().double(), loss_of, (x, y))
+    grads = oracle.per_sample_gradients(type(net)().double(), loss_of, (x, y))
     made[1].zero_grad()
     made[2](made[0](x), y).backward()
     made[1].step()
@@ -69,3 +93,11 @@ def test_in_the_first_step_it_is_refused_once(rows: int, mode: str) -> None:
     made[1].zero_grad()
     for count in (rows - 1, rows, rows):
         exact(made, net, count, rows)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_arguments_are_told_apart_by_name(mode: str) -> None:
+    net = ByName().double()
+    made = private(net, mode)
+    for rows in (6, 4, 6):
+        exact(made, net, rows, 6)
