@@ -84,7 +84,6 @@ def _split(op: Op, labels: Labels) -> Sequence[State]:
 
 def _unbind(op: Op, labels: Labels) -> Sequence[State]:
     dim = op.dim()
-    op.picked = varies(labels, dim)
     last = labels.ids.shape[dim] - 1
     parts = [labels.ids.select(dim, min(i, last)) for i in range(len(op.result))]
     return [labels.with_ids(compact(part)) for part in parts]
