@@ -130,8 +130,9 @@ def changed_in_place(net: Any, x: Tensor, table: Tensor) -> Tensor:
 
 def changed_by_functions(net: Any, x: Tensor, table: Tensor) -> Tensor:
     """As layers with ``inplace=True`` do, that between the layers of Swin v2's table among them."""
-    table = F.dropout(F.relu(net.norm(table * 1.5), inplace=True), 0.0, True, True)
-    return x + F.leaky_relu(table - 0.5, 0.1, inplace=True)
+    places = torch.linspace(-1, 1, T * D).view(T, D).sin().to(x.dtype)
+    own = F.dropout(F.relu(net.norm(places), inplace=True), 0.0, True, True)
+    return x * own + F.leaky_relu(table - 0.5, 0.1, inplace=True)
 
 
 def twice(net: Any, x: Tensor, table: Tensor) -> Tensor:

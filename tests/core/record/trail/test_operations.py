@@ -140,7 +140,7 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "stack inside": lambda x: torch.stack([x, x * 2], 1),
     "cat": lambda x: torch.cat([x, x.flip(0)]),
     "cat of time": lambda x: torch.cat([x, x * 2], 1),
-    "cat with nothing": lambda x: torch.cat([x[2:2], x[1:3].relu(), x[:0]]),
+    "cat with nothing": lambda x: torch.cat([x[2:2], x[1:2].relu(), x[:0]]),
     "cat with a token": lambda x: torch.cat([torch.ones(1, 1, D).expand(B, 1, D).to(x), x], 1),
     "repeat": lambda x: x.repeat(2, 1, 1),
     "repeat interleave": lambda x: x.repeat_interleave(2, 0),
