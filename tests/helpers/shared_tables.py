@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -99,6 +100,10 @@ def expanded_prompt(net: Any, x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([x, table[None].expand(len(x), -1, -1)], 1)
 
 
+def expanded_as_the_samples(net: Any, x: Tensor, table: Tensor) -> Tensor:
+    return x * table.expand_as(x) + table[None].expand_as(x).transpose(1, 2).transpose(1, 2)
+
+
 def products(net: Any, x: Tensor, table: Tensor) -> Tensor:
     keys = table[None].repeat(len(x), 1, 1)
     return torch.bmm(torch.bmm(x, keys.transpose(-1, -2)).softmax(-1), keys) + x @ (table.T @ table)
@@ -123,13 +128,21 @@ def changed_in_place(net: Any, x: Tensor, table: Tensor) -> Tensor:
     return x * before + table.masked_fill_(torch.eye(T, D).bool(), 0.5)
 
 
+def changed_by_functions(net: Any, x: Tensor, table: Tensor) -> Tensor:
+    """As layers with ``inplace=True`` do, that between the layers of Swin v2's table among them."""
+    places = torch.linspace(-1, 1, T * D).view(T, D).sin().to(x.dtype)
+    own = F.dropout(F.relu(net.norm(places), inplace=True), 0.0, True, True)
+    return x * own + F.leaky_relu(table - 0.5, 0.1, inplace=True)
+
+
 def twice(net: Any, x: Tensor, table: Tensor) -> Tensor:
     return (x + table) * table
 
 
 EXACT = [
     windows, windows_that_differ, masked_windows, time_first, parts, prompt, expanded_prompt,
-    products, layers, added_in_place, changed_in_place, twice,
+    expanded_as_the_samples, products, layers, added_in_place, changed_in_place, changed_by_functions,
+    twice,
 ]  # fmt: skip
 
 

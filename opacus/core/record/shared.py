@@ -22,6 +22,7 @@ Note [Shared tensors]
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -168,6 +169,12 @@ def plain(value: Any) -> Any:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """An operation on shared tensors, and maybe others."""
+    elsewhere = _elsewhere(func, args, kwargs)
+    if elsewhere is not None:
+        first, result = elsewhere[0][0], _run(func, *elsewhere)
+        if result.data_ptr() != first.data_ptr():  # dropout may have had nothing to do
+            torch.autograd.graph.increment_version(first)
+        return result
     leaves, tree = tree_flatten((args, kwargs))
     shared = [leaf for leaf in leaves if isinstance(leaf, Shared)]
     source, name = shared[0]._source, getattr(func, "__name__", "")
@@ -210,6 +217,17 @@ def _changed(args: tuple[Any, ...], kwargs: Any, name: str, meets_samples: bool)
             torch.autograd.graph.increment_version(first)
             return changed
     raise first.refusal(f"is changed in place ({name})")
+
+
+def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Arguments of a function that is told to change its first one in place, without that."""
+    if not inspect.isfunction(func) or "inplace" not in inspect.signature(func).parameters:
+        return None
+    given = inspect.signature(func).bind(*args, **kwargs)
+    if not given.arguments.get("inplace"):
+        return None
+    given.arguments["inplace"] = False
+    return given.args, given.kwargs
 
 
 def _shared(
@@ -345,7 +363,7 @@ _POINTWISE = frozenset(
 # Where shared tensors may meet the samples': dimensions are counted from the last one in all.
 _MEETS = _POINTWISE | frozenset(
     ("iadd", "isub", "imul", "itruediv", "cat", "concat", "matmul", "bmm", "baddbmm",
-     "scaled_dot_product_attention")
+     "scaled_dot_product_attention", "expand_as")
 )  # fmt: skip
 # Operations in place, and what gives the same elsewhere.
 _CHANGES = {

@@ -223,7 +223,8 @@ class Follower:
         """A pass was followed that agrees with what was known, if anything was."""
         units = [u for uses in found.values() for u in uses]
         plain = all(u is None for u in units)
-        if trail.moved or trail.chosen or (trail.decided and not plain):
+        decided = trail.decided and (trail.picked or not plain)
+        if trail.moved or trail.chosen or decided:
             return
         if len(self._answers) >= MOST_ANSWERS:
             return

@@ -12,10 +12,11 @@ from opacus.core.record.trail.op import EndedError, Handler, Op, is_number, of_m
 
 def _reduce(op: Op, labels: Labels) -> Labels:
     """Sums, means, largest values, ... along some dimensions."""
-    dims = op.dims()
+    return reduced(labels, op.dims()) if op.get("keepdim") else _summed(labels, op.dims())
+
+
+def _summed(labels: Labels, dims: Sequence[int]) -> Labels:
     labels = reduced(labels, dims)
-    if op.get("keepdim"):
-        return labels
     kept = [n for d, n in enumerate(labels.ids.shape) if d not in dims]
     return labels.with_ids(labels.ids.reshape(kept))
 
@@ -35,6 +36,10 @@ def _row(last: int) -> Handler:
         return labels.with_ids(ids.reshape(sizes))
 
     return of_main(handle)
+
+
+def _renorm(op: Op, labels: Labels) -> Labels:
+    return reduced(labels, [d for d in range(op.main.dim()) if d != op.dim()])
 
 
 def _layer_norm(op: Op, labels: Labels) -> Labels:
@@ -61,6 +66,12 @@ def _batch_norm(op: Op) -> State | Sequence[State]:
     if labels is None or fixed or training is False:
         return labels if labels is None else [labels]
     return [reduced(labels, [d for d in range(op.main.dim()) if d != 1])]
+
+
+def _each_entry(op: Op) -> Sequence[State]:
+    """Each entry of the first dimension of all operands by itself."""
+    operands = [a for a in op.arguments.values() if isinstance(a, Tensor)]
+    return [_agreed([_inner(op, t, range(1, t.dim())) for t in operands], op.out.dim())]
 
 
 def _refuse_parameters(op: Op) -> None:
@@ -130,6 +141,46 @@ def _cdist(op: Op) -> State:
     return _agreed([rows, turned], op.out.dim())
 
 
+def _matrices(op: Op) -> Sequence[State]:
+    """Each matrix of a stack by itself: inverses, decompositions, solutions."""
+    operands = [a for a in op.arguments.values() if isinstance(a, Tensor)]
+    known, stacked = [], 0
+    for tensor in operands:
+        # ``linalg.solve`` takes vectors too, and knows them by their shape.
+        vectors = op.name == "_linalg_solve_ex" and tensor.shape == op.main.shape[:-1]
+        first = tensor.dim() - (1 if vectors else 2)
+        stacked = max(stacked, first)
+        part = _inner(op, tensor, range(first, tensor.dim()))
+        if part is not None:
+            known.append(part.with_ids(part.ids.reshape(part.ids.shape[:first])))
+    if not known:
+        return [None] * len(op.results)
+    labels = agree(known)
+    stack = lifted(labels.ids, stacked).shape
+    # Of two operands that are broadcast, only the solution is known to have their whole stack.
+    results = op.results[: 1 if len(operands) > 1 else None]
+    sizes = [[*stack, *[1] * (result.dim() - stacked)] for result in results]
+    return [labels.with_ids(labels.ids.reshape(size)) for size in sizes]
+
+
+def _trilinear(op: Op) -> State:
+    """Products of elements of three operands, with further dimensions, along some added up."""
+    parts = []
+    for tensor, further in ((op[f"i{n}"], op[f"expand{n}"]) for n in (1, 2, 3)):
+        labels = op.known(tensor)
+        if labels is not None:
+            ids = labels.ids
+            for dim in further:
+                ids = ids.unsqueeze(dim)
+            parts.append(labels.with_ids(ids))
+    return _summed(agree(parts), op["sumdim"]) if parts else None
+
+
+def _cross(op: Op) -> State:
+    state = together(op, [op["self"], op["other"]])
+    return reduced(state, [op.dim()]) if isinstance(state, Labels) else state
+
+
 def _grouped_matmul(op: Op) -> State:
     """Rows of the first by one matrix for each group of them; offsets say which are a group."""
     if op["mat2"].dim() != 3 or op.state(op["mat2"]) is not None:
@@ -152,25 +203,12 @@ def _attention(op: Op) -> Sequence[State]:
     return [_agreed(parts, op.out.dim())]
 
 
-def _matrices(op: Op) -> State:
-    """Of each matrix, and of the one that belongs to it if there are two: all of their elements."""
-    operands = [a for a in op.arguments.values() if isinstance(a, Tensor)]
-    return _agreed([_inner(op, t, [-1, -2]) for t in operands], op.main.dim())
-
-
-def _solved(op: Op) -> State:
+def _solved(op: Op) -> State | Sequence[State]:
     """``[.., n, n]`` and ``[.., n, k]``: each column of the second is solved by itself."""
     matrix, columns = (a for a in op.arguments.values() if isinstance(a, Tensor))
-    if op.get("left") is False or columns.dim() < 2:
+    if op.get("left") is False or columns.shape == matrix.shape[:-1]:  # or vectors
         return _matrices(op)
     return _agreed([_inner(op, matrix, [-1, -2]), _inner(op, columns, [-2])], op.out.dim())
-
-
-def _sampled(op: Op) -> State:
-    """Places ``[N, .., 2 or 3]`` of pictures ``[N, C, ..]`` by bilinear interpolation."""
-    dims = op["input"].dim()
-    parts = [_inner(op, t, range(1, dims)) for t in (op["input"], op["grid"])]
-    return _agreed(parts, dims)
 
 
 def _among(op: Op) -> State:
@@ -194,65 +232,84 @@ def _constant(op: Op) -> State:
     return None
 
 
+def _drawn(op: Op) -> State:
+    """Random numbers: whose the chances or means are that are given as tensors."""
+    names = ("p", "mean", "std") if op.name != "bernoulli" or "p" in op.arguments else ("self",)
+    return together(op, [t for t in map(op.get, names) if isinstance(t, Tensor)])
+
+
 _REDUCE = (
     "sum nansum mean nanmean amax amin any all prod var std var_mean std_mean logsumexp max min "
     "linalg_vector_norm norm argmax argmin count_nonzero median nanmedian mode kthvalue aminmax"
 )
-# Elementwise, though torch does not say so.
-_POINTWISE = "floor_divide complex polar angle _prelu_kernel isin"
-_MATRICES = (
-    "linalg_inv_ex linalg_cholesky_ex linalg_matrix_exp linalg_qr _linalg_svd _linalg_eigh "
-    "linalg_eig linalg_lu_factor_ex cholesky cholesky_inverse"
-)
 _SCAN = (
     "_fft_r2c _fft_c2r _fft_c2c cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax "
-    "_safe_softmax softmax log_softmax glu renorm"
+    "_safe_softmax softmax log_softmax glu"
 )
 _PER_SAMPLE = (
     "convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution "
-    "native_group_norm im2col col2im"
+    "native_group_norm im2col col2im channel_shuffle native_channel_shuffle affine_grid_generator"
 )
 _BATCH_NORM = (
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
     "_batch_norm_with_update _batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
 )
+_MATRICES = (
+    "triangular_solve cholesky_solve linalg_inv_ex linalg_pinv linalg_cholesky_ex cholesky "
+    "cholesky_inverse linalg_lu_factor_ex _linalg_slogdet _linalg_det _linalg_svd linalg_qr "
+    "_linalg_eigh linalg_eig linalg_matrix_exp"
+)
+_EACH_ENTRY = "grid_sampler_2d grid_sampler_3d _thnn_fused_lstm_cell _thnn_fused_gru_cell"
 _PLANE = (
     "max_pool{n}d_with_indices avg_pool{n}d adaptive_max_pool{n}d _adaptive_avg_pool{n}d "
     "adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d"
 )
 _SCALED = "upsample_nearest{n}d _upsample_nearest_exact{n}d"
+# Elementwise, though torch does not say so: the later ones in place only.
+_POINTWISE = (
+    "floor_divide complex polar angle _prelu_kernel isin masked_fill abs copysign eq ge gt le lt "
+    "ne gelu mish threshold xlogy heaviside true_divide gcd lcm"
+)
+_OF_EACH = "native_dropout _fused_dropout log_sigmoid_forward rrelu_with_noise poisson"
 _CONSTANT = (
-    "zeros ones full arange linspace logspace eye rand randn randint randperm normal scalar_tensor "
+    "zeros ones full arange linspace logspace eye rand randn randint randperm scalar_tensor "
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
-    "zero fill uniform bernoulli exponential random tril_indices triu_indices"
+    "zero fill uniform exponential random tril_indices triu_indices"
 )
 COMPUTES: dict[str, Handler] = {
     **{name: of_main(_reduce) for name in _REDUCE.split()},
     **{name: of_main(_scan) for name in _SCAN.split()},
-    **{name: pointwise for name in _POINTWISE.split()},
-    **{name: _matrices for name in _MATRICES.split()},
     "linalg_solve_triangular": _solved,
     "_linalg_solve_ex": _solved,
-    "grid_sampler_2d": _sampled,
-    "grid_sampler_3d": _sampled,
     "bucketize": _among,
     "searchsorted": _among,
     **{name: _per_sample for name in _PER_SAMPLE.split()},
     **{name: _batch_norm for name in _BATCH_NORM.split()},
     **{name.format(n=n): _row(n) for name in _PLANE.split() for n in (1, 2, 3)},
     **{name.format(n=n): _row(n) for name in _SCALED.split() for n in (1, 2, 3)},
+    **{name: _matrices for name in _MATRICES.split()},
+    **{name: _each_entry for name in _EACH_ENTRY.split()},
     **{name: _constant for name in _CONSTANT.split()},
+    **{name: pointwise for name in _POINTWISE.split()},
+    **{name: of_main(lambda op, labels: labels) for name in _OF_EACH.split()},
+    "bernoulli": _drawn,
+    "normal": _drawn,
+    "multinomial": _row(1),
+    "renorm": of_main(_renorm),
+    "linalg_cross": _cross,
+    "_trilinear": _trilinear,
     "upsample_linear1d": _row(1),
     "upsample_bilinear2d": _row(2),
     "upsample_bicubic2d": _row(2),
     "_upsample_bilinear2d_aa": _row(2),
+    "_upsample_bicubic2d_aa": _row(2),
+    "max_unpool2d": _row(2),
+    "fractional_max_pool2d": _row(2),
     "upsample_trilinear3d": _row(3),
     "pixel_shuffle": _row(3),
     "pixel_unshuffle": _row(3),
     "native_layer_norm": of_main(_layer_norm),
     "_fused_rms_norm": of_main(_layer_norm),
-    "native_dropout": of_main(lambda op, labels: labels),
-    "_fused_dropout": of_main(lambda op, labels: labels),
     "linear": _linear,
     "opacus::head_loss": _head_loss,
     "mm": _matmul("self", "mat2"),

@@ -87,6 +87,8 @@ class Trail(SharedTensors, TorchDispatchMode):
         self.placed = 0
         # Whether the program has looked at values, and may have gone on as they say.
         self.decided = False
+        # Whether it has picked some of the units, as those values may have said.
+        self.picked = False
         self._reads = Reads()
         self._aside = False  # whether operations are the trail's own
         self._over = False
@@ -350,6 +352,7 @@ class Trail(SharedTensors, TorchDispatchMode):
             found = Lost(f"the operation {name} could not be followed")
         self.chosen |= op.chosen
         self.placed += op.placed
+        self.picked |= op.picked
         states = found if isinstance(found, (list, tuple)) else [found] * len(results)
         missing = Lost(f"a further result of {name}")
         padded = [*states, *[missing] * (len(results) - len(states))]

@@ -60,13 +60,15 @@ def _squeeze(op: Op, labels: Labels) -> Labels:
 
 def _select(op: Op, labels: Labels) -> Labels:
     dim = op.dim()
-    return labels.with_ids(labels.ids.select(dim, op["index"] if varies(labels, dim) else 0))
+    op.picked = varies(labels, dim)
+    return labels.with_ids(labels.ids.select(dim, op["index"] if op.picked else 0))
 
 
 def _slice(op: Op, labels: Labels) -> Labels:
     dim = op.dim()
     if not varies(labels, dim):
         return labels
+    op.picked = op.out.shape[dim] < op.main.shape[dim]
     part = torch.ops.aten.slice.Tensor(labels.ids, dim, op["start"], op["end"], op["step"])
     return labels.with_ids(compact(part))
 
@@ -75,6 +77,7 @@ def _split(op: Op, labels: Labels) -> Sequence[State]:
     dim, ids = op.dim(), labels.ids
     if not varies(labels, dim):
         return [labels] * len(op.result)
+    op.picked = True
     parts = ids.split([r.shape[dim] for r in op.result], dim)
     return [labels.with_ids(compact(part)) for part in parts]
 
@@ -152,6 +155,7 @@ def _as_real(op: Op, labels: Labels) -> Labels:
 def _cat(op: Op) -> State:
     tensors: list[Tensor] = op["tensors"]
     tensors = [t for t in tensors if t.dim() == op.out.dim()]  # torch skips empty vectors
+    tensors = [t for t in tensors if t.numel()] or tensors
     return _joined(op, tensors, int(op["dim"]) % max(1, op.out.dim()), stacked=False)
 
 
@@ -312,7 +316,7 @@ _OF_MAIN: dict[str, OfOne] = {
     "squeeze": _squeeze,
     "select": _select,
     "slice": _slice,
-    "split split_with_sizes": _split,
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes": _split,
     "unbind": _unbind,
     "diagonal": _diagonal,
     "unfold": _unfold,

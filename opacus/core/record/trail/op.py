@@ -27,9 +27,12 @@ class Op:
 
     Attributes:
         chosen: Whether values that may be others the next time have moved elements of units.
+        picked: Whether the program has picked some of the units.
     """
 
-    __slots__ = ("arguments", "chosen", "count", "name", "placed", "result", "source", "state")
+    __slots__ = (
+        "arguments", "chosen", "count", "name", "picked", "placed", "result", "source", "state",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Op:
         self.state = state
         self.source = source
         self.count = count
-        self.chosen = False
+        self.chosen = self.picked = False
         self.placed = False  # whether a mask put elements into rows; see ``placed.py``
 
     def __getitem__(self, name: str) -> Any:
@@ -62,9 +65,14 @@ class Op:
         return next(a for a in self.arguments.values() if isinstance(a, Tensor))
 
     @property
+    def results(self) -> Sequence[Tensor]:
+        """What it returned, one or several."""
+        return [self.result] if isinstance(self.result, Tensor) else self.result
+
+    @property
     def out(self) -> Tensor:
         """The first result."""
-        return self.result if isinstance(self.result, Tensor) else self.result[0]
+        return self.results[0]
 
     def dim(self, name: str = "dim") -> int:
         """An argument that names a dimension of the main tensor, from the front."""

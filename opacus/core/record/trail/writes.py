@@ -15,6 +15,7 @@ from opacus.core.record.trail.labels import (
     Labels,
     Lost,
     State,
+    agree,
     compact,
     expanded,
     lifted,
@@ -47,6 +48,23 @@ def _index_add(op: Op) -> State:
 
 def _index_copy(op: Op) -> State:
     return _along(op, op["source"], adds=False)
+
+
+def _embedding_bag(op: Op) -> Sequence[State]:
+    """Sums of table rows: lookups in one line, and where each bag of them starts."""
+    if op.state(op["weight"]) is not None:
+        raise EndedError(Lost("a table that depends on samples"))
+    given = (op["indices"], op["per_sample_weights"])
+    parts = [op.known(t) for t in given if t is not None]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return [None]
+    labels, starts = agree(known), op["offsets"]
+    lookups = torch.arange(len(op["indices"]), device=starts.device)
+    bags = torch.bucketize(lookups, starts[: len(op.out)], right=True) - 1
+    bags, ids = same_device([bags, labels.ids.expand(len(lookups))])
+    ids = _added(ids.new_full((len(op.out),), -1), bags, ids, [labels])
+    return [Labels(compact(ids[:, None]), labels.assumed, labels.moved or op.tracked(starts))]
 
 
 def _along(op: Op, source: Tensor, *, adds: bool) -> State:
@@ -86,8 +104,8 @@ def _masked_scatter(op: Op) -> State:
     """
     target, source = op["self"], op["source"]
     before, written = _both(op, source)
-    if written is None or not source.requires_grad:
-        return before
+    if written is None or (before is not None and not source.requires_grad):
+        return op.state(target)
     if before is not None and not (before.moved or written.moved):
         source_is = placed.in_order(before, written, source.shape, op.count)
         if source_is and placed.each_row_takes_its_part(target, op["mask"], source, op.count):
@@ -192,7 +210,10 @@ WRITES: dict[str, Handler] = {
     "_unsafe_index_put": _index_put,
     "index_add": _index_add,
     "masked_scatter": _masked_scatter,
+    "index_reduce": _index_add,
     "index_copy": _index_copy,
+    "_embedding_bag": _embedding_bag,
+    "_embedding_bag_forward_only": _embedding_bag,
     "scatter": _scatter,
     "scatter_add": _scatter,
     "scatter_reduce": _scatter,

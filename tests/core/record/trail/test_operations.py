@@ -91,6 +91,37 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(B, T, D)
 
 
+def matrices(x: Tensor) -> Tensor:
+    return x @ x.mT + 9 * torch.eye(T).to(x)
+
+
+def message_passing(x: Tensor) -> Tensor:
+    flat = x.reshape(-1, D)
+    return torch.gru_cell(flat, flat, x.new_ones(3 * D, D), x.new_ones(3 * D, D))
+
+
+def bags(x: Tensor) -> Tensor:
+    """Of one, two and three lookups, and one that is empty."""
+    flat = x.reshape(-1, D)[[0, 3, 4, 9, 10, 11], 0]
+    starts, table = torch.tensor([0, 1, 3, 3]), x.new_ones(5, D)
+    places = torch.tensor([0, 4, 2, 1, 1, 3])
+    return F.embedding_bag(places, table, starts, per_sample_weights=flat, mode="sum")
+
+
+def seen_turned(x: Tensor) -> Tensor:
+    h = x.new_zeros(B, B)
+    turned = h.t()
+    h.copy_(x[:, :1, 0].expand(B, B))
+    return turned * 1
+
+
+def one_block_at_a_time(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x[:, None].mT)
+    for i in range(1):
+        out[:, i] = x.mT
+    return out.flatten(0, 1)
+
+
 FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "flatten": lambda x: x.flatten(0, 1),
     "unflatten": lambda x: x.flatten(0, 1).unflatten(0, (B, T)),
@@ -109,6 +140,7 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "stack inside": lambda x: torch.stack([x, x * 2], 1),
     "cat": lambda x: torch.cat([x, x.flip(0)]),
     "cat of time": lambda x: torch.cat([x, x * 2], 1),
+    "cat with nothing": lambda x: torch.cat([x[2:2], x[1:2].relu(), x[:0]]),
     "cat with a token": lambda x: torch.cat([torch.ones(1, 1, D).expand(B, 1, D).to(x), x], 1),
     "repeat": lambda x: x.repeat(2, 1, 1),
     "repeat interleave": lambda x: x.repeat_interleave(2, 0),
@@ -132,6 +164,12 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "order and back": lambda x: x[x.detach().sum((1, 2)).argsort()].tanh(),
     "masked select": lambda x: x.masked_select(x.detach() > 0),
     "where": lambda x: torch.where(x > 0, x, x * 2),
+    "masked scatter": lambda x: x.masked_scatter(
+        torch.tensor([1, 0, 1], dtype=torch.bool)[:, None].expand(T, D), x[:, :2] * 2
+    ),
+    "scatter to some rows": lambda x: torch.zeros(B, D).to(x).masked_scatter(
+        mask(x)[:, None], x[[0, 2, 3], 1]
+    ),
     "masked fill": lambda x: x.masked_fill(x > 0, 0.0) + 0 * x,
     "masked fill in place": lambda x: (x * 1).masked_fill_(x.detach() > 0, 0.0) + 0 * x,
     "masked fill by a tensor": lambda x: x.masked_fill(x > 0, torch.ones(()).to(x)) + 0 * x,
@@ -176,6 +214,31 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter rows": lambda x: torch.zeros_like(x).scatter(
         0, torch.tensor([3, 0, 2, 1])[:, None, None].expand(B, T, D), x
     ),
+    "one block at a time": one_block_at_a_time,
+    "masked fill in place": lambda x: (x.flatten(0, 1) * 1).masked_fill_(x.flatten(0, 1) > 1, 0.0),
+    "compared in place": lambda x: (x * 1).transpose(0, 1).gt_(0.0) + x.transpose(0, 1),
+    "solve triangular": lambda x: torch.linalg.solve_triangular(matrices(x), x, upper=False),
+    "solve": lambda x: torch.linalg.solve(matrices(x), x),
+    "solve for vectors": lambda x: torch.linalg.solve(matrices(x), x[:, :, 0]),
+    "one matrix for all": lambda x: torch.linalg.solve(9 * torch.eye(T).to(x), x),
+    "solve for others": lambda x: torch.linalg.solve(matrices(x), torch.ones(B, 1, T, 2).to(x)),
+    "cholesky solve": lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(matrices(x))),
+    "singular values": lambda x: torch.linalg.svd(x)[1],
+    "eigenvalues": lambda x: torch.linalg.eigh(matrices(x))[0],
+    "determinant": lambda x: torch.linalg.slogdet(matrices(x))[1],
+    "exponential": lambda x: torch.linalg.matrix_exp(matrices(x) / 9),
+    "log sigmoid": lambda x: F.logsigmoid(x).flatten(0, 1),
+    "randomly leaky": lambda x: F.rrelu(x.transpose(0, 1), training=True),
+    "spectrum": lambda x: torch.fft.rfft(x.flatten(1)).real,
+    "filtered": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), n=T, dim=1),
+    "affine": lambda x: F.affine_grid(x.transpose(1, 2), [B, 1, 2, 2], align_corners=False),
+    "shuffled channels": lambda x: F.channel_shuffle(x.transpose(1, 2)[..., None], 2),
+    "bilinear": lambda x: F.bilinear(x.flatten(0, 1), x.flatten(0, 1), x.new_ones(5, D, D)),
+    "cross": lambda x: torch.linalg.cross(x, x.exp(), dim=1).transpose(0, 1),
+    "complex": lambda x: torch.complex(x, x).transpose(0, 1).abs(),
+    "rows of limited norm": lambda x: x.renorm(2, 0, 0.1),
+    "message passing": message_passing,
+    "bags": bags,
 }  # fmt: skip
 
 
@@ -262,6 +325,15 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "added up": lambda x: torch.zeros(2, T, D).to(x).index_add(
         0, torch.tensor([0, 1, 0, 1]), x
     ),
+    "channels of limited norm": lambda x: x.renorm(2, 1, 0.1),
+    "a system of the batch": lambda x: torch.linalg.solve(
+        torch.ones(T, B, B).to(x) + torch.eye(B).to(x), x.transpose(0, 1)
+    ),
+    "spectrum of the batch": lambda x: torch.fft.fft(x, dim=0).real,
+    "one bag for all": lambda x: F.embedding_bag(
+        torch.zeros(B, dtype=torch.long), x.new_ones(1, D), torch.tensor([0]), mode="sum",
+        per_sample_weights=x[:, 0, 0],
+    ),
     "attention over samples": lambda x: F.scaled_dot_product_attention(
         x[None].transpose(1, 2), x[None].transpose(1, 2), x[None].transpose(1, 2)
     ),
@@ -276,9 +348,27 @@ def test_elements_of_several_samples_end_the_trail(name: str) -> None:
 
 
 def test_unknown_operations_end_the_trail() -> None:
-    result, trail = labelled(lambda x: torch.take(x, torch.arange(3)), (T, D))
+    result, trail = labelled(lambda x: x.take(torch.arange(B)), (T, D))
     state = trail.state(result)
     assert isinstance(state, Lost) and not state.mixed and "take" in state.reason
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.normal(0.0, x.exp()),
+        lambda x: torch.poisson(x.exp()),
+        lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+        lambda x: torch.multinomial(x.exp()[..., 0], 2)[..., None],
+    ],
+)
+def test_what_is_drawn_from_a_samples_chances_is_its_own(draw: Callable[[Tensor], Tensor]) -> None:
+    result, trail = labelled(lambda x: draw(x).flatten(0, 1), (T, D))
+    state = trail.state(result)
+    assert isinstance(state, Labels)
+    assert state.ids.flatten().tolist() == [i for i in range(B) for _ in range(len(result) // B)]
 
 
 def test_memory_written_past_torch_is_not_taken_for_constants() -> None:
@@ -305,6 +395,13 @@ def test_sparse_tensors_end_the_trail_if_they_hold_what_is_the_samples() -> None
     result, trail = labelled(lambda x: x + sparse(torch.ones(2)).to_dense()[0], (T, D))
     state = trail.state(result)
     assert isinstance(state, Labels) and state.ids.flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_view_is_not_taken_for_another_of_its_shape() -> None:
+    result, trail = labelled(seen_turned, (T, D))
+    state = trail.state(result)
+    depends = dependence(seen_turned, (T, D)).int().argmax(0)
+    assert not isinstance(state, Labels) or torch.equal(state.ids.expand(B, B), depends)
 
 
 def test_label_is_small() -> None:
