@@ -265,11 +265,8 @@ _PLANE = (
     "adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d"
 )
 _SCALED = "upsample_nearest{n}d _upsample_nearest_exact{n}d"
-# Elementwise, though torch does not say so: the later ones in place only.
-_POINTWISE = (
-    "floor_divide complex polar angle _prelu_kernel isin masked_fill abs copysign eq ge gt le lt "
-    "ne gelu mish threshold xlogy heaviside true_divide gcd lcm"
-)
+# Elementwise, though torch does not say so.
+_POINTWISE = "floor_divide complex polar angle _prelu_kernel isin"
 _OF_EACH = "native_dropout _fused_dropout log_sigmoid_forward rrelu_with_noise poisson"
 _CONSTANT = (
     "zeros ones full arange linspace logspace eye rand randn randint randperm scalar_tensor "

@@ -215,7 +215,7 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
         0, torch.tensor([3, 0, 2, 1])[:, None, None].expand(B, T, D), x
     ),
     "one block at a time": one_block_at_a_time,
-    "masked fill in place": lambda x: (x.flatten(0, 1) * 1).masked_fill_(x.flatten(0, 1) > 1, 0.0),
+    "masked fill of rows in place": lambda x: (x.flatten(0, 1) * 1).masked_fill_(x.flatten(0, 1) > 1, 0.0),
     "compared in place": lambda x: (x * 1).transpose(0, 1).gt_(0.0) + x.transpose(0, 1),
     "solve triangular": lambda x: torch.linalg.solve_triangular(matrices(x), x, upper=False),
     "solve": lambda x: torch.linalg.solve(matrices(x), x),
