@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,21 +140,31 @@ class GenericRule(LayerRule):
         own = {name: call.parameters[name] for name in spec.params}
         if batch == 0:
             return {name: p.new_zeros(0, *p.shape) for name, p in own.items()}
-        self._refuse_to_run_again(spec, call, backprops)
-        if self._learn(call, batch):
-            raise unsupported(spec, call, backprops, _BY_CHANCE)
-        leaves, places = call.split(batch, self._nobodys)
+        return self._of_pieces(spec, call, backprops, [slice(i, i + 1) for i in range(batch)])
 
-        def one_sample(pull_back: PullBack, inputs: Tensors, rows: Tensors) -> dict[str, Tensor]:
+    def _of_pieces(
+        self, spec: LayerSpec, call: Call, backprops: Any, pieces: Sequence[slice | Tensor]
+    ) -> dict[str, Tensor]:
+        """Gradients ``[n, *shape]`` of n pieces of the rows, each run by itself.
+
+        Pieces that are slices are of one length, and follow each other.
+        """
+        self._refuse_to_run_again(spec, call, backprops)
+        grads, own = _as_tuple(backprops), {name: call.parameters[name] for name in spec.params}
+        if self._learn(call, len(grads[0])):
+            raise unsupported(spec, call, backprops, _BY_CHANCE)
+        leaves, places = call.split(len(grads[0]), self._nobodys)
+
+        def one_piece(pull_back: PullBack, inputs: Tensors, rows: Tensors) -> dict[str, Tensor]:
             filled = list(leaves)
             for i, tensor in zip(places, inputs, strict=True):
-                filled[i] = call.restore(tensor.unsqueeze(0))
+                filled[i] = call.restore(tensor)
             run = self._runner(call, *call.fill(filled))
-            return pull_back(run, own, tuple(call.restore(g.unsqueeze(0)) for g in rows))
+            return pull_back(run, own, tuple(call.restore(g) for g in rows))
 
         with _precision(call):
             try:
-                return _map_samples(one_sample, tuple(leaves[i] for i in places), grads)
+                return _map_pieces(one_piece, tuple(leaves[i] for i in places), grads, pieces, own)
             except Exception as error:  # whatever the module raises
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
@@ -174,14 +184,19 @@ class GenericRule(LayerRule):
     def of_units(
         self, spec: LayerSpec, activations: Call, backprops: Any, units: Units
     ) -> dict[str, Tensor] | None:
-        """Where inputs have a row for each unit, and outputs several, as a router of tokens.
+        """The module runs on the rows of one unit, all of them at once.
 
-        The module runs on one unit, whose rows of the outputs it then gives.
+        Where inputs have a row for each unit, and outputs several, as a router of tokens, it runs
+        on that row and gives the unit's rows of the outputs.
         """
         grads, count, block = _as_tuple(backprops), units.count, units.block
-        if block is None or any(g.shape[0] != count * block for g in grads):
+        rows = len(grads[0])
+        if any(len(g) != rows for g in grads):
             return None
-        if activations.split(count * block)[1] or not activations.split(count)[1]:
+        if activations.split(rows)[1]:
+            pieces = _rows_of_units(units, grads[0])
+            return None if pieces is None else self._of_pieces(spec, activations, backprops, pieces)
+        if block is None or rows != count * block or not activations.split(count)[1]:
             return None
         by_unit = tuple(g.unflatten(0, (count, block)) for g in grads)
         return self.per_sample_grad(spec, activations, by_unit)
@@ -239,23 +254,40 @@ _BY_CHANCE = (
 )
 
 
-def _map_samples(
-    one_sample: Callable[[PullBack, Tensors, Tensors], dict[str, Tensor]],
+def _rows_of_units(units: Units, like: Tensor) -> list[slice | Tensor] | None:
+    """Which rows each unit has; ``None`` if one row is of several."""
+    if units.block is not None:
+        steps = range(0, units.count * units.block, units.block)
+        return [slice(i, i + units.block) for i in steps]
+    if units.ids is None or units.ids.numel() != len(like):
+        return None
+    ids = units.over(like.shape[:1], like.device)
+    return [(ids == unit).nonzero().squeeze(1) for unit in range(units.count)]
+
+
+def _map_pieces(
+    one_piece: Callable[[PullBack, Tensors, Tensors], dict[str, Tensor]],
     inputs: Tensors,
     grads: Tensors,
+    pieces: Sequence[slice | Tensor],
+    own: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Stacked results of ``one_sample`` on each row, all rows at once where possible."""
-    try:
-        mapped = vmap(partial(one_sample, _by_vjp), randomness="different")
-        return mapped(inputs, grads)  # type: ignore[no-any-return]
-    except Exception:
+    """Stacked results of ``one_piece`` on pieces of the rows, all at once where possible."""
+    if isinstance(pieces[0], slice):
+        stacked = [tuple(t.unflatten(0, (len(pieces), -1)) for t in ts) for ts in (inputs, grads)]
         # Not every module can be mapped (control flow on values, NumPy, custom kernels). If
         # the module itself is at fault, it raises again below.
-        samples = [
-            one_sample(_by_autograd, tuple(t[i] for t in inputs), tuple(g[i] for g in grads))
-            for i in range(grads[0].shape[0])
-        ]
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        with suppress(Exception):
+            mapped = vmap(partial(one_piece, _by_vjp), randomness="different")
+            return mapped(*stacked)  # type: ignore[no-any-return]
+    nothing = {name: torch.zeros_like(parameter) for name, parameter in own.items()}
+    found = [
+        one_piece(_by_autograd, tuple(t[piece] for t in inputs), tuple(g[piece] for g in grads))
+        if isinstance(piece, slice) or piece.numel()
+        else nothing
+        for piece in pieces
+    ]
+    return {name: torch.stack([of_piece[name] for of_piece in found]) for name in own}
 
 
 def _by_vjp(run: Run, parameters: dict[str, Tensor], grads: Tensors) -> dict[str, Tensor]:

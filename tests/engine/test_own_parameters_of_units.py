@@ -1,0 +1,102 @@
+"""Layers with parameters of their own and several rows a sample run once for each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
+
+B, W, T, D = 4, 2, 3, 5
+
+
+class Windows(nn.Module):
+    """Of rows ``[B * W, T, D]``, W for each sample; each is compared with the sample's others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
+        self.runs = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.runs += 1
+        own = rows.view(-1, W, T, D)
+        return ((own - own.mean(1, keepdim=True)) * self.scale).reshape(-1, T, D)
+
+
+class Expert(nn.Module):
+    """Of rows ``[N, D]``, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(D, D))
+        self.runs = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.runs += 1
+        return (rows @ self.matrix).tanh()
+
+
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own = nn.Linear(D, D), Windows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).view(-1, T, D)
+        return (rows + self.own(rows)).view(-1, W * T, D).tanh().flatten(1)
+
+
+class Routed(nn.Module):
+    """Some tokens of each sample, or none, go through the expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own = nn.Linear(D, D), Expert()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        chosen = x.sum(-1) > 1
+        out = h.clone()
+        out[chosen] = self.own(h[chosen])
+        return out.flatten(1)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("kind", [Windowed, Routed])
+def test_against_one_sample_at_a_time(kind: type[nn.Module], mode: str) -> None:
+    torch.manual_seed(0)
+    model: Any = kind().double()
+    x = torch.randn(B, W * T, D, dtype=torch.float64)
+    x[1] = -1.0  # of this sample nothing is routed
+    y = torch.arange(B)
+    rows = per_sample_gradients(model, lambda m, one: loss_of(m(one[0]), one[1]), (x, y))
+    lengths = norms(rows)
+    c = float(lengths.min()) / 2
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    made[0].isolation.interval = 10**6
+    for _ in range(3):
+        model.own.runs = 0
+        made[1].zero_grad()
+        criterion(made[0](x), y).backward()
+        made[1].step()
+    factors = c / (lengths + CLIPPING_EPS)
+    for part, parameter in zip(*trainable(model), strict=True):
+        expected = torch.einsum("b,b...->...", factors, rows[part]) / B
+        assert float((parameter.grad - expected).abs().max()) < 1e-9 * c, part
+    # Its own forward pass, one that vmap begins, and at most one a sample for each backward.
+    assert model.own.runs <= 2 * (2 + B)
