@@ -140,7 +140,8 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         return LayerShares(layers, list(trainable), self._ranks, dtype)
 
     def _check_data(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._data_check.before(self._recorder, module, args, kwargs)
+        with self._recorder.whose.aside():
+            self._data_check.before(self._recorder, module, args, kwargs)
 
     def _lone_sample(self, strategy: Ghost) -> LoneSample | None:
         """See there; where FSDP2 itself reduces the sum, it takes it from the layers' backward."""

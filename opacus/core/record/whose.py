@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,7 +144,7 @@ class WhoseRows:
         elif use.forward_pass.batch == 1 and outputs[0].dim():
             use.units = only_unit(outputs[0].shape, use.batch_dim)
         if named is not None:
-            with self._follower.aside():
+            with self.aside():
                 use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
 
@@ -161,7 +162,7 @@ class WhoseRows:
             use.units = self._follower.units_of(spec, [], output, use.batch_dim)
             one.in_graphs.setdefault(spec.name, []).append(use.units)
         if one.named is not None:
-            with self._follower.aside():
+            with self.aside():
                 use.units = one.named.of_layer(spec, use.units, output, use.batch_dim)
 
     @staticmethod
@@ -203,6 +204,10 @@ class WhoseRows:
         """Row i of a layer's output comes from row i of its input, which nothing else shows."""
         if self._follows and self._follower.trail is not None:
             self._follower.trail.same_rows(given, output)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Operations in it are not the model's."""
+        return self._follower.aside()
 
     @property
     def scope(self) -> Trail | None:

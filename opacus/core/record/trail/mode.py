@@ -144,12 +144,12 @@ class Trail(SharedTensors, TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Operations in it are not the model's."""
-        self._aside = True
+        """Operations in it are not the model's, nor is what is looked at."""
+        self._aside, looked = True, self.looked
         try:
             yield
         finally:
-            self._aside = False
+            self._aside, self.looked = False, looked
 
     def _layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
