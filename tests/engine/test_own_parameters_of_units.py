@@ -67,6 +67,39 @@ class Routed(nn.Module):
         return out.flatten(1)
 
 
+class Conditioned(nn.Module):
+    """As many rows a sample as there are samples, and something of each sample beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own = nn.Linear(D, D), OfBoth()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x[:, :B]).flatten(0, 1)
+        out: Tensor = self.own(rows, x.mean(1))
+        return out.view(-1, B * D)
+
+
+class OfBoth(Expert):
+    def forward(self, rows: Tensor, conditions: Tensor) -> Tensor:
+        self.runs += 1
+        own = rows.view(len(conditions), -1, D) * conditions[:, None]
+        return (own @ self.matrix).flatten(0, 1)
+
+
+def test_rows_beside_something_of_each_sample_are_refused() -> None:
+    """In the rows of one sample, the others' conditions would stand for its rows'."""
+    torch.manual_seed(0)
+    model, x, y = Conditioned(), torch.randn(B, W * T, D), torch.arange(B)
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"layer 'own' \(OfBoth\)"):
+        made[2](made[0](x), y).backward()
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, targets)
 

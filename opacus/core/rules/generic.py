@@ -187,16 +187,18 @@ class GenericRule(LayerRule):
         """The module runs on the rows of one unit, all of them at once.
 
         Where inputs have a row for each unit, and outputs several, as a router of tokens, it runs
-        on that row and gives the unit's rows of the outputs.
+        on that row and gives the unit's rows of the outputs. If other inputs have a row for each
+        row, it cannot be known whether those are the units', so rows are run by themselves.
         """
         grads, count, block = _as_tuple(backprops), units.count, units.block
         rows = len(grads[0])
         if any(len(g) != rows for g in grads):
             return None
+        of_units = activations.split(count, self._nobodys)[1]
         if activations.split(rows)[1]:
-            pieces = _rows_of_units(units, grads[0])
+            pieces = None if of_units and rows != count else _rows_of_units(units, grads[0])
             return None if pieces is None else self._of_pieces(spec, activations, backprops, pieces)
-        if block is None or rows != count * block or not activations.split(count)[1]:
+        if block is None or rows != count * block or not of_units:
             return None
         by_unit = tuple(g.unflatten(0, (count, block)) for g in grads)
         return self.per_sample_grad(spec, activations, by_unit)
