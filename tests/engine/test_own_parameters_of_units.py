@@ -87,17 +87,44 @@ class OfBoth(Expert):
         return (own @ self.matrix).flatten(0, 1)
 
 
-def test_rows_beside_something_of_each_sample_are_refused() -> None:
-    """In the rows of one sample, the others' conditions would stand for its rows'."""
+class Chunks(Expert):
+    """Each B rows that follow each other are compared; as many as there are make no difference to it."""
+
+    def forward(self, rows: Tensor, table: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.cat([c - c.mean(0, keepdim=True) / 2 for c in rows.split(B)]) @ self.matrix
+
+
+class BesideTable(Conditioned):
+    """A table of all samples, with as many rows as there are samples by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Chunks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x[:, :B]).flatten(0, 1)
+        return self.own(rows, rows.new_ones(B, D)).view(-1, B * D)
+
+
+@pytest.mark.parametrize("kind", [Conditioned, BesideTable])
+def test_rows_beside_something_of_each_sample_are_refused(kind: type[nn.Module]) -> None:
+    """In the rows of one sample, the others' conditions would stand for its rows'.
+
+    Nor can rows run by themselves, and the second attempt knows no more than the first.
+    """
     torch.manual_seed(0)
-    model, x, y = Conditioned(), torch.randn(B, W * T, D), torch.arange(B)
+    model, x, y = kind(), torch.randn(B, W * T, D), torch.arange(B)
     made: Any = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
         noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"layer 'own' \(OfBoth\)"):
-        made[2](made[0](x), y).backward()
+    made[0].isolation.interval = 10**6
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"layer 'own'.*a row for each sample beside others"):
+            made[2](made[0](x), y).backward()
+        made[1].zero_grad()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
