@@ -127,6 +127,54 @@ def test_rows_beside_something_of_each_sample_are_refused(kind: type[nn.Module])
         made[1].zero_grad()
 
 
+class Dispatch(Expert):
+    """Gives rows in the order of what a router says, as they would go on to other experts."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows)[rows.detach()[:, 0].argsort()]
+
+
+class InTwoOrders(Expert):
+    """What it gives first is in the order of its rows."""
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        out = super().forward(rows)
+        return out, out[rows.detach()[:, 0].argsort()]
+
+
+class Dispatched(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        given = self.own(rows)
+        back = rows[:, 0].argsort().argsort()
+        out = given[back] if isinstance(given, Tensor) else given[0] * given[1][back]
+        return out.view(x.shape).mean(1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("kind", [Dispatch, InTwoOrders])
+def test_rows_in_another_order_are_refused(kind: type[nn.Module], mode: str) -> None:
+    """The first batch is in order already, so it shows nothing."""
+    torch.manual_seed(0)
+    model, y = Dispatched(kind()), torch.arange(B)
+    ordered = torch.linspace(-1, 1, B * W)[:, None].expand(-1, D).contiguous().view(B, W, D)
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    criterion(made[0](ordered), y).backward()
+    made[1].step()
+    made[1].zero_grad()
+    with pytest.raises(ValueError, match=r"layer 'own'.*gives rows in another order"):
+        made[0](ordered.flip(0))
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, targets)
 
