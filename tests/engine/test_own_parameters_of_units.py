@@ -208,3 +208,18 @@ def test_against_one_sample_at_a_time(kind: type[nn.Module], mode: str) -> None:
         assert float((parameter.grad - expected).abs().max()) < 1e-9 * c, part
     # Its own forward pass, one that vmap begins, and at most one a sample for each backward.
     assert model.own.runs <= 2 * (2 + B)
+
+
+def test_a_table_beside_the_rows_of_one_sample_is_not_taken_for_theirs() -> None:
+    """It has as many rows as that one sample, which is given all of it."""
+    torch.manual_seed(0)
+    model, x, y = BesideTable(), torch.randn(B + 1, W * T, D), torch.arange(B + 1) % B
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
+    )  # fmt: skip
+    for some in (slice(1), slice(B + 1)):
+        made[1].zero_grad()
+        made[2](made[0](x[some]), y[some]).backward()
+        made[1].step()

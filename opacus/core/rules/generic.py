@@ -151,7 +151,7 @@ class GenericRule(LayerRule):
         """
         self._refuse_to_run_again(spec, call, backprops)
         grads, own = _as_tuple(backprops), {name: call.parameters[name] for name in spec.params}
-        if self._learn(call, len(grads[0])):
+        if self._learn(call, len(grads[0]), splits=len(pieces) > 1):
             raise unsupported(spec, call, backprops, _BY_CHANCE)
         leaves, places = call.split(len(grads[0]), self._nobodys)
 
@@ -169,14 +169,14 @@ class GenericRule(LayerRule):
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
 
-    def _learn(self, call: Call, batch: int) -> bool:
+    def _learn(self, call: Call, batch: int, *, splits: bool) -> bool:
         """Which arguments are nobody's; whether such a one was taken for the samples' before."""
         leaves = tree_leaves((call.args, dict(call.kwargs)))
         pairs = zip(call.places(), leaves, strict=True)
         tensors = [(place, x) for place, x in pairs if isinstance(x, Tensor)]
         self._nobodys |= {p for p, x in tensors if x.dim() and x.shape[0] not in (1, batch)}
         wrong = self._samples & self._nobodys
-        if batch > 1:
+        if splits:
             self._samples |= {p for p, x in tensors if _has_rows(x, batch)}
         self._samples -= self._nobodys
         return bool(wrong)
