@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import oracle
 from tests.helpers.releases import CLIP, GHOST, private
@@ -103,4 +104,27 @@ def test_two_of_one_sample(deal: Any, frozen: bool, mode: str, before: int) -> N
             assert got is not None
             torch.testing.assert_close(got, want)
     with pytest.raises((ValueError, RuntimeError), match=r"of no single|not its own"):
+        step(made, *batch([2, 0, 1, 1], 5))
+
+
+class Checkpointed(Net):
+    """A reentrant checkpoint hides the first run from autograd, in which gradients flow later."""
+
+    def forward(self, ids: Tensor, pictures: Tensor) -> Tensor:
+        def dealt(words: Tensor) -> Tensor:
+            return self.deal(words, ids, self.projector(pictures).tanh())
+
+        tokens = checkpoint(dealt, self.words(ids), use_reentrant=True)
+        assert isinstance(tokens, Tensor)
+        scores = tokens @ tokens.transpose(1, 2)
+        return self.head(self.mixed(scores.softmax(-1) @ tokens).tanh().mean(1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", *GHOST])
+def test_in_a_reentrant_checkpoint(mode: str) -> None:
+    made = private(Checkpointed(by_masked_scatter, frozen=False).double(), mode)
+    made[0].isolation.interval = 10**6
+    for seed in range(3):
+        step(made, *batch([1] * B, seed))
+    with pytest.raises(ValueError, match="masked_scatter puts more elements"):
         step(made, *batch([2, 0, 1, 1], 5))

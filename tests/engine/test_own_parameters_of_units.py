@@ -87,17 +87,92 @@ class OfBoth(Expert):
         return (own @ self.matrix).flatten(0, 1)
 
 
-def test_rows_beside_something_of_each_sample_are_refused() -> None:
-    """In the rows of one sample, the others' conditions would stand for its rows'."""
+class Chunks(Expert):
+    """Each B rows that follow each other are compared; as many as there are make no difference to it."""
+
+    def forward(self, rows: Tensor, table: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.cat([c - c.mean(0, keepdim=True) / 2 for c in rows.split(B)]) @ self.matrix
+
+
+class BesideTable(Conditioned):
+    """A table of all samples, with as many rows as there are samples by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Chunks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x[:, :B]).flatten(0, 1)
+        return self.own(rows, rows.new_ones(B, D)).view(-1, B * D)
+
+
+@pytest.mark.parametrize("kind", [Conditioned, BesideTable])
+def test_rows_beside_something_of_each_sample_are_refused(kind: type[nn.Module]) -> None:
+    """In the rows of one sample, the others' conditions would stand for its rows'.
+
+    Nor can rows run by themselves, and the second attempt knows no more than the first.
+    """
     torch.manual_seed(0)
-    model, x, y = Conditioned(), torch.randn(B, W * T, D), torch.arange(B)
+    model, x, y = kind(), torch.randn(B, W * T, D), torch.arange(B)
     made: Any = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
         noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"layer 'own' \(OfBoth\)"):
-        made[2](made[0](x), y).backward()
+    made[0].isolation.interval = 10**6
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"layer 'own'.*a row for each sample beside others"):
+            made[2](made[0](x), y).backward()
+        made[1].zero_grad()
+
+
+class Dispatch(Expert):
+    """Gives rows in the order of what a router says, as they would go on to other experts."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows)[rows.detach()[:, 0].argsort()]
+
+
+class InTwoOrders(Expert):
+    """What it gives first is in the order of its rows."""
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        out = super().forward(rows)
+        return out, out[rows.detach()[:, 0].argsort()]
+
+
+class Dispatched(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        given = self.own(rows)
+        back = rows[:, 0].argsort().argsort()
+        out = given[back] if isinstance(given, Tensor) else given[0] * given[1][back]
+        return out.view(x.shape).mean(1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("kind", [Dispatch, InTwoOrders])
+def test_rows_in_another_order_are_refused(kind: type[nn.Module], mode: str) -> None:
+    """The first batch is in order already, so it shows nothing."""
+    torch.manual_seed(0)
+    model, y = Dispatched(kind()), torch.arange(B)
+    ordered = torch.linspace(-1, 1, B * W)[:, None].expand(-1, D).contiguous().view(B, W, D)
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    criterion(made[0](ordered), y).backward()
+    made[1].step()
+    made[1].zero_grad()
+    with pytest.raises(ValueError, match=r"layer 'own'.*gives rows in another order"):
+        made[0](ordered.flip(0))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -133,3 +208,18 @@ def test_against_one_sample_at_a_time(kind: type[nn.Module], mode: str) -> None:
         assert float((parameter.grad - expected).abs().max()) < 1e-9 * c, part
     # Its own forward pass, one that vmap begins, and at most one a sample for each backward.
     assert model.own.runs <= 2 * (2 + B)
+
+
+def test_a_table_beside_the_rows_of_one_sample_is_not_taken_for_theirs() -> None:
+    """It has as many rows as that one sample, which is given all of it."""
+    torch.manual_seed(0)
+    model, x, y = BesideTable(), torch.randn(B + 1, W * T, D), torch.arange(B + 1) % B
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
+    )  # fmt: skip
+    for some in (slice(1), slice(B + 1)):
+        made[1].zero_grad()
+        made[2](made[0](x[some]), y[some]).backward()
+        made[1].step()

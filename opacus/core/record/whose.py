@@ -19,6 +19,7 @@ from opacus.core.record.record import Use, differentiable
 from opacus.core.record.shared import Scope
 from opacus.core.record.trail import Follower, NobodysRowsError, can_follow, same_uses
 from opacus.core.record.trail.mode import Trail
+from opacus.core.record.trail.row_order import same_order
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, only_unit
 
@@ -137,6 +138,7 @@ class WhoseRows:
         if follower is not None:
             try:
                 use.units = follower.units_of(spec, inputs, outputs[0], use.batch_dim)
+                self._check_order(use, outputs, inputs)
             except NobodysRowsError as error:  # as DoRA runs an adapter, for its weight
                 use.refusal = str(error)
         elif recomputed:
@@ -147,6 +149,26 @@ class WhoseRows:
             with self.aside():
                 use.units = named.of_layer(spec, use.units, outputs[0], use.batch_dim)
         return outputs
+
+    def _check_order(self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Check that a layer that will run again on some rows leaves them in their places.
+
+        Raises:
+            ValueError: It does not.
+        """
+        trail = self._follower.trail
+        if trail is None or not use.layer.rule.needs_parameters:
+            return
+        dim = use.batch_dim if use.units is None else use.units.in_front()[0]
+        others = [*inputs, *outputs[1:]]
+        with trail.aside():
+            same = same_order(trail.state, others, dim, outputs[0])
+        if not same:
+            raise ValueError(
+                f"{use.spec} gives rows in another order than it gets them, or has outputs that "
+                "differ in it, so it cannot run on one sample's rows for that sample's gradient: "
+                "move rows outside of the layer, or freeze it"
+            )
 
     def place_compiled(self, use: Use, output: Tensor, *, recomputed: bool) -> None:
         """Find out whose the rows of a layer's output are, which runs in a compiled graph.

@@ -151,7 +151,7 @@ class GenericRule(LayerRule):
         """
         self._refuse_to_run_again(spec, call, backprops)
         grads, own = _as_tuple(backprops), {name: call.parameters[name] for name in spec.params}
-        if self._learn(call, len(grads[0])):
+        if self._learn(call, len(grads[0]), splits=len(pieces) > 1):
             raise unsupported(spec, call, backprops, _BY_CHANCE)
         leaves, places = call.split(len(grads[0]), self._nobodys)
 
@@ -169,14 +169,14 @@ class GenericRule(LayerRule):
                 reason = f"it could not be run on one sample ({error})"
                 raise unsupported(spec, call, backprops, reason) from error
 
-    def _learn(self, call: Call, batch: int) -> bool:
+    def _learn(self, call: Call, batch: int, *, splits: bool) -> bool:
         """Which arguments are nobody's; whether such a one was taken for the samples' before."""
         leaves = tree_leaves((call.args, dict(call.kwargs)))
         pairs = zip(call.places(), leaves, strict=True)
         tensors = [(place, x) for place, x in pairs if isinstance(x, Tensor)]
         self._nobodys |= {p for p, x in tensors if x.dim() and x.shape[0] not in (1, batch)}
         wrong = self._samples & self._nobodys
-        if batch > 1:
+        if splits:
             self._samples |= {p for p, x in tensors if _has_rows(x, batch)}
         self._samples -= self._nobodys
         return bool(wrong)
@@ -188,7 +188,11 @@ class GenericRule(LayerRule):
 
         Where inputs have a row for each unit, and outputs several, as a router of tokens, it runs
         on that row and gives the unit's rows of the outputs. If other inputs have a row for each
-        row, it cannot be known whether those are the units', so rows are run by themselves.
+        row, it cannot be known whether those are the units'. Rows cannot be run by themselves
+        then: nothing says that they have nothing to do with each other.
+
+        Raises:
+            ValueError: That is not known.
         """
         grads, count, block = _as_tuple(backprops), units.count, units.block
         rows = len(grads[0])
@@ -196,7 +200,9 @@ class GenericRule(LayerRule):
             return None
         of_units = activations.split(count, self._nobodys)[1]
         if activations.split(rows)[1]:
-            pieces = None if of_units and rows != count else _rows_of_units(units, grads[0])
+            if of_units and 1 < count != rows:
+                raise unsupported(spec, activations, backprops, _BESIDE_ROWS)
+            pieces = _rows_of_units(units, grads[0])
             return None if pieces is None else self._of_pieces(spec, activations, backprops, pieces)
         if block is None or rows != count * block or not of_units:
             return None
@@ -253,6 +259,13 @@ class GenericRule(LayerRule):
 _BY_CHANCE = (
     "it is given a tensor that has no row for each sample, but had as many rows as an earlier "
     "batch had samples, so it was taken for theirs; from now on it is not: run the step again"
+)
+
+_BESIDE_ROWS = (
+    "it is given a tensor with a row for each sample beside others with several rows for each, and "
+    "it is not known whether that one is the samples' or has as many rows by chance: give it as "
+    "many rows as the others (repeat_interleave), or start with a batch of another size if all "
+    "samples share it"
 )
 
 

@@ -28,10 +28,12 @@ class Op:
     Attributes:
         chosen: Whether values that may be others the next time have moved elements of units.
         picked: Whether the program has picked some of the units.
+        hidden: Whether it runs without gradients: a reentrant checkpoint may run it again.
     """
 
     __slots__ = (
-        "arguments", "chosen", "count", "name", "picked", "placed", "result", "source", "state",
+        "arguments", "chosen", "count", "hidden", "name", "picked", "placed", "result", "source",
+        "state",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +52,7 @@ class Op:
         self.source = source
         self.count = count
         self.chosen = self.picked = False
+        self.hidden = not torch.is_grad_enabled()
         self.placed = False  # whether a mask put elements into rows; see ``placed.py``
 
     def __getitem__(self, name: str) -> Any:

@@ -64,7 +64,7 @@ class PlacedRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, input: Any, mask: Any, source: Any) -> None:
-        if source.requires_grad and torch.is_grad_enabled():
+        if source.requires_grad or not torch.is_grad_enabled():  # see ``Op.hidden``
             self.seen += 1
             if not each_row_takes_its_part(input.detach(), mask, source.detach(), self._count):
                 raise ValueError(_OTHERS)

@@ -100,11 +100,11 @@ def _scatter(op: Op) -> State:
 def _masked_scatter(op: Op) -> State:
     """Elements of the source, one after the other, to where the mask is true.
 
-    As pictures come into a text. If no gradient flows to them, whose they are is of no matter.
+    As pictures come into a text. If no gradient will flow to them, whose they are is of no matter.
     """
     target, source = op["self"], op["source"]
     before, written = _both(op, source)
-    if written is None or (before is not None and not source.requires_grad):
+    if written is None or (before is not None and not (source.requires_grad or op.hidden)):
         return op.state(target)
     if before is not None and not (before.moved or written.moved):
         source_is = placed.in_order(before, written, source.shape, op.count)
