@@ -141,6 +141,16 @@ def test_which_modules_give_rows_back() -> None:
     model.model.layers[0].mlp.experts.__class__ = Own
     assert not give_rows_back(model.model.layers[0].mlp.experts)
 
+    @transformers.integrations.moe.use_experts_implementation
+    class Decorated(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+
+        def forward(self, rows: Any, *more: Any) -> Any:
+            return rows.flip(0)
+
+    assert not give_rows_back(Decorated(model.config))
+
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(how: Any) -> None:

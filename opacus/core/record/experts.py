@@ -29,9 +29,10 @@ _HOME = "transformers.integrations.moe"
 
 
 def give_rows_back(module: nn.Module) -> bool:
-    """Whether its class is one of transformers' experts."""
+    """Whether its class is one of transformers' experts (a user's own may be decorated alike)."""
     forward: Any = type(module).forward
-    return getattr(forward, "__globals__", {}).get("__name__") == _HOME
+    decorated = getattr(forward, "__globals__", {}).get("__name__") == _HOME
+    return decorated and forward.__module__.startswith("transformers.")
 
 
 def watch_experts(modules: Iterable[nn.Module], recorder: Recording) -> list[Any]:

@@ -33,6 +33,8 @@ def same_order(
         if not isinstance(labels, Labels) or tensor.dim() <= dim or tensor.shape[dim] != rows:
             continue
         other = _rows(labels.ids, dim).to(line.device)
+        if line.shape[1] != other.shape[1] and 1 not in (line.shape[1], other.shape[1]):
+            continue
         both = (line >= 0) & (other >= 0)
         if bool(((line != other) & both).any()):
             return False
