@@ -60,33 +60,38 @@ def batch(world_size: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (rows,), generator=draw)
 
 
+def private(replica: nn.Module, data: tuple[Tensor, Tensor], mode: str) -> tuple[Any, Any, Any]:
+    """Model, optimizer and criterion of steps on all of the data, without noise."""
+    made: Any = PrivacyEngine().make_private(
+        module=replica,
+        optimizer=torch.optim.SGD(replica.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(*data), batch_size=len(data[0])),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    return (*made[:2], made[2] if len(made) == 4 else nn.CrossEntropyLoss())
+
+
 def steps(rank: int, world_size: int, way: str, mode: str) -> list[Tensor]:
     """What two steps release without noise."""
     torch._dynamo.reset()
     net = build()
     replica = DistributedDataParallel(net, **WAYS[way])
     data = batch(world_size)
-    made = PrivacyEngine().make_private(
-        module=replica,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(*data), batch_size=B * world_size),
-        noise_multiplier=0.0,
-        max_grad_norm=CLIP,
-        poisson_sampling=False,
-        grad_sample_mode=mode,
-    )
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    model, optimizer, criterion = private(replica, data, mode)
     if way == "compiled":
         net[1].compile(backend="aot_eager")
     x, y = (t[rank * B : (rank + 1) * B] for t in data)
     for _ in range(3):
-        made[1].zero_grad()
+        optimizer.zero_grad()
         net.own.fill_(float(rank))
-        criterion(made[0](x), y).backward()
-        made[1].step()
+        criterion(model(x), y).backward()
+        optimizer.step()
         assert float(net.own) == 0.0  # rank 0's, as always
-    made[0].to_standard_module()
+    model.to_standard_module()
     assert replica.require_backward_grad_sync and replica.static_graph == (way == "static")
     return [p.grad for p in net.parameters()]
 
@@ -119,23 +124,13 @@ def only_some(rank: int, world_size: int, mode: str) -> int:
     """Steps on samples in rank 1 alone, so that no other one compares any; how often it does."""
     net = Counted(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     data = batch(world_size)
-    made = PrivacyEngine().make_private(
-        module=DistributedDataParallel(net),
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(*data), batch_size=B * world_size),
-        noise_multiplier=0.0,
-        max_grad_norm=CLIP,
-        poisson_sampling=False,
-        grad_sample_mode=mode,
-    )
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    model, optimizer, criterion = private(DistributedDataParallel(net), data, mode)
     x, y = data[0].float()[: B * rank], data[1][: B * rank]
     for _ in range(2):
-        made[1].zero_grad()
-        criterion(made[0](x), y).backward()
-        made[1].step()
-    return made[0].isolation.schedule.checks
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    return model.isolation.schedule.checks
 
 
 @pytest.mark.parametrize("mode", MODES)

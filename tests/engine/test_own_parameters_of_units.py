@@ -107,6 +107,17 @@ class BesideTable(Conditioned):
         return self.own(rows, rows.new_ones(B, D)).view(-1, B * D)
 
 
+def private(model: nn.Module, c: float, mode: str) -> tuple[Any, Any, Any]:
+    """Model, optimizer and criterion of steps on B samples, without noise."""
+    made: Any = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(torch.zeros(B, 1)), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    return (*made[:2], made[2] if len(made) == 4 else nn.CrossEntropyLoss())
+
+
 @pytest.mark.parametrize("kind", [Conditioned, BesideTable])
 def test_rows_beside_something_of_each_sample_are_refused(kind: type[nn.Module]) -> None:
     """In the rows of one sample, the others' conditions would stand for its rows'.
@@ -115,16 +126,12 @@ def test_rows_beside_something_of_each_sample_are_refused(kind: type[nn.Module])
     """
     torch.manual_seed(0)
     model, x, y = kind(), torch.randn(B, W * T, D), torch.arange(B)
-    made: Any = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
-    )  # fmt: skip
-    made[0].isolation.interval = 10**6
+    made, optimizer, criterion = private(model, 1.0, "ghost")
+    made.isolation.interval = 10**6
     for _ in range(2):
         with pytest.raises(ValueError, match=r"layer 'own'.*a row for each sample beside others"):
-            made[2](made[0](x), y).backward()
-        made[1].zero_grad()
+            criterion(made(x), y).backward()
+        optimizer.zero_grad()
 
 
 class Dispatch(Expert):
@@ -162,17 +169,12 @@ def test_rows_in_another_order_are_refused(kind: type[nn.Module], mode: str) -> 
     torch.manual_seed(0)
     model, y = Dispatched(kind()), torch.arange(B)
     ordered = torch.linspace(-1, 1, B * W)[:, None].expand(-1, D).contiguous().view(B, W, D)
-    made: Any = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(y), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
-    )  # fmt: skip
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
-    criterion(made[0](ordered), y).backward()
-    made[1].step()
-    made[1].zero_grad()
+    made, optimizer, criterion = private(model, 1.0, mode)
+    criterion(made(ordered), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"layer 'own'.*gives rows in another order"):
-        made[0](ordered.flip(0))
+        made(ordered.flip(0))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -190,18 +192,13 @@ def test_against_one_sample_at_a_time(kind: type[nn.Module], mode: str) -> None:
     rows = per_sample_gradients(model, lambda m, one: loss_of(m(one[0]), one[1]), (x, y))
     lengths = norms(rows)
     c = float(lengths.min()) / 2
-    made: Any = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False, grad_sample_mode=mode,
-    )  # fmt: skip
-    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
-    made[0].isolation.interval = 10**6
+    made, optimizer, criterion = private(model, c, mode)
+    made.isolation.interval = 10**6
     for _ in range(3):
         model.own.runs = 0
-        made[1].zero_grad()
-        criterion(made[0](x), y).backward()
-        made[1].step()
+        optimizer.zero_grad()
+        criterion(made(x), y).backward()
+        optimizer.step()
     factors = c / (lengths + CLIPPING_EPS)
     for part, parameter in zip(*trainable(model), strict=True):
         expected = torch.einsum("b,b...->...", factors, rows[part]) / B
@@ -214,12 +211,8 @@ def test_a_table_beside_the_rows_of_one_sample_is_not_taken_for_theirs() -> None
     """It has as many rows as that one sample, which is given all of it."""
     torch.manual_seed(0)
     model, x, y = BesideTable(), torch.randn(B + 1, W * T, D), torch.arange(B + 1) % B
-    made: Any = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="ghost",
-    )  # fmt: skip
+    made, optimizer, criterion = private(model, 1.0, "ghost")
     for some in (slice(1), slice(B + 1)):
-        made[1].zero_grad()
-        made[2](made[0](x[some]), y[some]).backward()
-        made[1].step()
+        optimizer.zero_grad()
+        criterion(made(x[some]), y[some]).backward()
+        optimizer.step()

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.record.experts import give_rows_back
 from opacus.core.record.trail.mode import Trail
+from tests.helpers.losses_of_tokens import next_token_losses, private
 from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
 
 transformers = pytest.importorskip("transformers")
@@ -42,25 +41,7 @@ def build(family: str, trained: str, how: str = "eager") -> Any:
 
 
 def per_sample_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
-    logits = model(input_ids=tokens).logits[:, :-1]
-    losses = nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
-    return losses.mean(1)
-
-
-class Mean(nn.Module):
-    reduction = "mean"
-
-    def forward(self, losses: torch.Tensor, _: Any = None) -> torch.Tensor:
-        return losses if self.reduction == "none" else losses.mean()
-
-
-def private(model: nn.Module, c: float, mode: str) -> Any:
-    made: Any = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(trainable(model)[1], lr=0.0), criterion=Mean(),
-        data_loader=DataLoader(TensorDataset(torch.zeros(B, 1)), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False, grad_sample_mode=mode,
-    )  # fmt: skip
-    return made if len(made) == 4 else (*made[:2], Mean(), made[2])
+    return next_token_losses(model(input_ids=tokens).logits, tokens)
 
 
 @pytest.fixture
@@ -90,7 +71,7 @@ def test_later_passes_are_not_followed(
         for batch in tokens
     ]
     c = min(float(norms(r).min()) for r in rows) / 2
-    model, optimizer, criterion, _ = private(model, c, mode)
+    model, optimizer, criterion = private(model, c, mode, B)
     model.isolation.interval = 10**6  # its own passes are counted too
     after_two = 0
     for number, (batch, own) in enumerate(zip(tokens, rows, strict=True)):
@@ -107,7 +88,7 @@ def test_later_passes_are_not_followed(
 
 
 def test_grouped_products_are_not_followed_either(followed: list[int]) -> None:
-    model, optimizer, criterion, _ = private(build("Mixtral", "q_proj", "grouped_mm"), 1.0, "ghost")
+    model, optimizer, criterion = private(build("Mixtral", "q_proj", "grouped_mm"), 1.0, "ghost", B)
     for _ in range(STEPS):
         optimizer.zero_grad()
         criterion(per_sample_loss(model, torch.randint(1, 40, (B, T)))).backward()
@@ -123,7 +104,7 @@ def test_experts_that_give_rows_to_other_places(monkeypatch: pytest.MonkeyPatch)
         return rows[order] * 0.5
 
     monkeypatch.setitem(functions._global_mapping, "rolled", rolled)
-    model, _, criterion, _ = private(build("Mixtral", "q_proj", "rolled"), 1.0, "ghost")
+    model, _, criterion = private(build("Mixtral", "q_proj", "rolled"), 1.0, "ghost", B)
     with pytest.raises(ValueError, match=r"q_proj|of no single sample"):
         criterion(per_sample_loss(model, torch.randint(1, 40, (B, T)))).backward()
 
@@ -154,5 +135,5 @@ def test_which_modules_give_rows_back() -> None:
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(how: Any) -> None:
-    model = private(build("Mixtral", "q_proj"), 1.0, "hooks")[0]
+    model = private(build("Mixtral", "q_proj"), 1.0, "hooks", B)[0]
     how(model)(input_ids=torch.randint(1, 40, (B, T))).logits.sum().backward()

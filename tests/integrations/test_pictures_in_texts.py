@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
-from opacus import PrivacyEngine
 from opacus.core.record.trail import placed
 from opacus.core.record.trail.mode import Trail
+from tests.helpers.losses_of_tokens import next_token_losses, private
 from tests.helpers.oracle import CLIPPING_EPS, trainable
 
 transformers = pytest.importorskip("transformers")
@@ -50,16 +49,8 @@ def batch(counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(sum(counts), 3, 8, 8, dtype=torch.float64)
 
 
-class Mean(nn.Module):
-    reduction = "mean"
-
-    def forward(self, losses: Tensor, _: Any = None) -> Tensor:
-        return losses if self.reduction == "none" else losses.mean()
-
-
 def per_sample_loss(model: Any, tokens: Tensor, pictures: Tensor | None) -> Tensor:
-    logits = model(input_ids=tokens, pixel_values=pictures).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none").mean(1)
+    return next_token_losses(model(input_ids=tokens, pixel_values=pictures).logits, tokens)
 
 
 def expected(model: Any, tokens: Tensor, pictures: Tensor, c: float) -> list[Tensor]:
@@ -80,15 +71,6 @@ def expected(model: Any, tokens: Tensor, pictures: Tensor, c: float) -> list[Ten
     return sums
 
 
-def private(model: Any, c: float) -> Any:
-    made = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(trainable(model)[1], lr=0.0), criterion=Mean(),
-        data_loader=DataLoader(TensorDataset(torch.zeros(B, 1)), batch_size=B),
-        noise_multiplier=0.0, max_grad_norm=c, poisson_sampling=False, grad_sample_mode="ghost_bk",
-    )  # fmt: skip
-    return made[:3]
-
-
 def step(made: Any, tokens: Tensor, pictures: Tensor) -> None:
     model, optimizer, criterion = made
     optimizer.zero_grad()
@@ -104,7 +86,7 @@ def test_one_picture_each(trained: str) -> None:
     model = build(trained)
     batches = [batch(ONE_EACH) for _ in range(4)]
     right = [expected(model, *one, 1e-3) for one in batches]
-    made = private(model, 1e-3)
+    made = private(model, 1e-3, "ghost_bk", B)
     for one, sums in zip(batches, right, strict=True):
         step(made, *one)
         for parameter, total in zip(trainable(model)[1], sums, strict=True):
@@ -116,7 +98,7 @@ def test_one_picture_each(trained: str) -> None:
 def test_as_many_pictures_as_samples_but_not_one_each(trained: str, before: int) -> None:
     """Row 1 of what sees is of sample 0: it would be clipped as sample 1's."""
     model = build(trained)
-    made = private(model, 1e-3)
+    made = private(model, 1e-3, "ghost_bk", B)
     for _ in range(before):
         step(made, *batch(ONE_EACH))
     with pytest.raises(ValueError, match="of no single sample"):
@@ -129,7 +111,7 @@ def test_few_passes_are_followed(trained: str, monkeypatch: pytest.MonkeyPatch) 
     followed: list[int] = []
     enter = Trail.__enter__
     monkeypatch.setattr(Trail, "__enter__", lambda t: (followed.append(1), enter(t))[1])
-    made = private(build(trained), 1e-3)
+    made = private(build(trained), 1e-3, "ghost_bk", B)
     counts = []
     for _ in range(6):
         step(made, *batch(ONE_EACH))
@@ -138,7 +120,7 @@ def test_few_passes_are_followed(trained: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_masks_that_were_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = private(build("projector"), 1e-3)
+    made = private(build("projector"), 1e-3, "ghost_bk", B)
     for _ in range(3):
         step(made, *batch(ONE_EACH))
     monkeypatch.setattr(placed, "_CALLS", frozenset())  # as if it were called by another name
@@ -152,7 +134,7 @@ def test_any_pictures_where_only_the_language_model_is_trained(counts: tuple[int
     model = build("language_model")
     one = batch(counts)
     right = expected(model, *one, 1e-3)
-    made = private(model, 1e-3)
+    made = private(model, 1e-3, "ghost_bk", B)
     for _ in range(2):
         step(made, *one)
     for parameter, total in zip(trainable(model)[1], right, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.platform.trees import leaves_of, tensors_of
-from opacus.core.record.trail.labels import Labels
+from opacus.core.record.trail.labels import Labels, same_labels
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
 from opacus.core.record.trail.placed import PlacedRows
@@ -349,7 +349,7 @@ def _alike(a: Any, b: Any) -> bool:
         return bool(a == b)
     if a.ids is None or b.ids is None:
         return a.ids is b.ids and a.dim == b.dim
-    return a.ids.shape == b.ids.shape and torch.equal(a.ids, b.ids.to(a.ids.device))
+    return a.ids.shape == b.ids.shape and same_labels(a.ids, b.ids)
 
 
 _NO_USE = object()

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from opacus.core.record.trail.labels import ConflictError, Labels, Lost, State, agree, compact
+from opacus.core.record.trail.labels import (
+    ConflictError,
+    Labels,
+    Lost,
+    State,
+    agree,
+    compact,
+    same_labels,
+)
 
 # What the values of a tensor follow from: from shapes; from what the model or the program brings
 # along (buffers, lists, random numbers), so that they may be others the next time; or from the
@@ -134,7 +142,7 @@ def _essential(place: Place) -> tuple[int, list[tuple[int, int]]]:
 def _equal(a: State, b: State) -> bool:
     if not (isinstance(a, Labels) and isinstance(b, Labels)):
         return False
-    same = a.ids.shape == b.ids.shape and torch.equal(a.ids, b.ids.to(a.ids.device))
+    same = a.ids.shape == b.ids.shape and same_labels(a.ids, b.ids)
     return same and (a.assumed, a.moved) == (b.assumed, b.moved)
 
 

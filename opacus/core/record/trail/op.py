@@ -28,6 +28,7 @@ class Op:
     Attributes:
         chosen: Whether values that may be others the next time have moved elements of units.
         picked: Whether the program has picked some of the units.
+        placed: Whether a mask has put elements into the rows of their units; see ``placed.py``.
         hidden: Whether it runs without gradients: a reentrant checkpoint may run it again.
     """
 
@@ -51,9 +52,8 @@ class Op:
         self.state = state
         self.source = source
         self.count = count
-        self.chosen = self.picked = False
+        self.chosen = self.picked = self.placed = False
         self.hidden = not torch.is_grad_enabled()
-        self.placed = False  # whether a mask put elements into rows; see ``placed.py``
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

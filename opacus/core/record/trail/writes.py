@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from opacus.core.record.trail import placed
 from opacus.core.record.trail.labels import (
     ConflictError,
     Labels,
@@ -25,6 +24,7 @@ from opacus.core.record.trail.labels import (
 from opacus.core.record.trail.memory import FULL_ELEMENTS, TOO_LARGE
 from opacus.core.record.trail.moves import by_dimension
 from opacus.core.record.trail.op import EndedError, Handler, Op
+from opacus.core.record.trail.placed import each_row_takes_its_part, in_order
 
 NONE = torch.iinfo(torch.int64).max
 
@@ -107,9 +107,10 @@ def _masked_scatter(op: Op) -> State:
     if written is None or (before is not None and not (source.requires_grad or op.hidden)):
         return op.state(target)
     if before is not None and not (before.moved or written.moved):
-        source_is = placed.in_order(before, written, source.shape, op.count)
-        if source_is and placed.each_row_takes_its_part(target, op["mask"], source, op.count):
-            op.placed = True
+        op.placed = in_order(before, written, source.shape, op.count) and each_row_takes_its_part(
+            target, op["mask"], source, op.count
+        )
+        if op.placed:
             return before
     ids = written.ids.new_full([1] * target.dim(), -1) if before is None else before.ids
     mask, shape = op["mask"].expand(target.shape), target.shape
@@ -122,9 +123,8 @@ def _masked_scatter(op: Op) -> State:
     if math.prod(shape) > FULL_ELEMENTS:
         return TOO_LARGE
     whole, mask, values = same_device([ids.expand(shape), mask, values.reshape(-1)])
-    merged = Labels(compact(whole.masked_scatter(mask, values)), written.assumed)
     moved = op.tracked(op["mask"]) or written.moved or (before is not None and before.moved)
-    return replace(merged, moved=moved)
+    return Labels(compact(whole.masked_scatter(mask, values)), written.assumed, moved)
 
 
 def _both(op: Op, source: Tensor) -> tuple[Labels | None, Labels | None]:
