@@ -142,3 +142,12 @@ def test_nothing_is_drawn_from_the_runs_random_numbers(
         monkeypatch.setenv("OPACUS_ISOLATION_CHECK", on)
         trained(tmp_path, bert(), Texts(20, (3, 9), classes=2), Drawing)
     assert drawn[0] == drawn[1]
+
+
+def test_precision_of_products_as_trainers_set_it(tmp_path: Path) -> None:
+    # With tf32 or torch_compile; torch.get_float32_matmul_precision() raises from then on.
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        trained(tmp_path, llama(), Texts(8))
+    finally:
+        torch.set_float32_matmul_precision("highest")

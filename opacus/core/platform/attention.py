@@ -2,7 +2,8 @@
 
 It makes a plan for each new size of its inputs, which takes a process 0.1 s and more (H200) and
 is paid back by later steps of that size. Poisson batches have other sizes each time: there the
-other kernels are faster, which need no plan.
+other kernels are faster, which need no plan. In a compiled graph the choice is made once, when it
+is traced, for all sizes that it will get.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 
 # So many sizes get a plan at once; others when they have come so often.
 AT_ONCE, OFTEN = 8, 16
+# The same of models with compiled parts: the second size is traced as any size.
+AT_ONCE_IN_GRAPHS = 1
 # Sizes without a plan that are counted.
 MOST_SIZES = 4096
 
@@ -58,10 +61,11 @@ class AttentionPlans:
 
     Attributes:
         waits: Whether a choice holds for a forward pass.
+        in_graphs: Whether layers of the model have run in compiled graphs.
     """
 
     def __init__(self) -> None:
-        self.waits = False
+        self.waits = self.in_graphs = False
         self._planned: set[Hashable] = set()
         self._seen: Counter[Hashable] = Counter()  # others
         self._number = next(_NUMBERS)
@@ -89,7 +93,8 @@ class AttentionPlans:
         if len(self._seen) >= MOST_SIZES:
             self._seen.clear()
         self._seen[size] += 1
-        if len(self._planned) >= AT_ONCE and self._seen[size] < OFTEN:
+        at_once = AT_ONCE_IN_GRAPHS if self.in_graphs else AT_ONCE
+        if len(self._planned) >= at_once and self._seen[size] < OFTEN:
             return False
         del self._seen[size]
         self._planned.add(size)

@@ -188,6 +188,7 @@ class LayerHooks:
                 f"{spec} runs once for all {batch} samples, in a compiled graph: give it a row "
                 f"for each sample (expand its input), freeze it, or set {compiled_tap.ADVICE}"
             )
+        taps.attention.in_graphs = True
         use = Use(taps, layer, spec, forward_pass, dim)
         taps.whose.place_compiled(use, output, recomputed=recomputed)
         if recomputed:

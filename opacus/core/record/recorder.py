@@ -55,9 +55,6 @@ class Recorder(Taps):
         layers: The layers to tap.
         sink: Called in the backward pass, without gradient tracking.
         batch_first: Whether dimension 0 (rather than 1) of activations is the batch.
-
-    Attributes:
-        attention: Which attention forward passes may take.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class Recorder(Taps):
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True),
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
-        self.attention = AttentionPlans()
         self._own_checkpoints = OwnCheckpoints(root.modules())
         self.handles.append(self._own_checkpoints)
         prepare_for_graphs(PLAIN)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus.core.platform.attention import AttentionPlans
 from opacus.core.platform.saved_tensors import finds_saved_tensors
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.platform.torch_internals import at_end_of_backward, number_of_backward
@@ -61,6 +62,7 @@ class Taps:
         probed: Whether the model runs on the side, to check it.
         unfinished: Backward passes of torch's own that have failed.
         taps_in_graphs: Whether compiled graphs contain taps, or end at each layer.
+        attention: Which attention forward passes may take.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Taps:
         self.taps_in_graphs = compiled_taps_from_environment()
         self.whose = WhoseRows(layers)
         self.reached = Reached()
+        self.attention = AttentionPlans()
         self.passes = Passes(dim)
         self.unfinished = Unfinished()
         self._sharded = sharded

@@ -285,7 +285,9 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
         """See ``lone_examples``: physical batches of several examples must not join them."""
         if self.args.per_device_train_batch_size == 1 or not switched_on(VARIABLE, default=True):
             return
-        exact = torch.get_float32_matmul_precision() == "highest" and not self.args.bf16
+        products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+        exact = all(one.fp32_precision in ("none", "ieee") for one in products)
+        exact &= not self.args.bf16
         exact &= all(p.dtype == torch.float32 for p in self.model.parameters())
         # Tokens of a causal model do not see padding; its logits might not fit into memory.
         losses = None if is_without_logits(self._bare_model()) else self._losses_alone

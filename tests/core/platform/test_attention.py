@@ -41,6 +41,15 @@ class Seen(nn.Module):
         return self.layer(x)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
 def step(model: nn.Module, batch: int) -> bool:
     """Whether cuDNN may be taken in the forward pass, and by a checkpoint in the backward pass."""
     loss = model(torch.randn(batch, 2)).sum()
@@ -199,4 +208,18 @@ def test_a_checkpoint_that_ends_early_leaves_the_choice_to_others() -> None:
     assert not model._module.seen[-1]
     loss.backward()
     assert model._module.seen[-2:] == [False, False] and not cudnn_sdp_enabled()
+    model.remove_hooks()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's
+def test_compiled_parts_take_it_for_one_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Their choice is made as they are traced, and the second size is traced as any size.
+    seen = Seen()
+    seen.layer = Block()  # type: ignore[assignment]
+    model = GradSampleModule(seen)
+    with monkeypatch.context() as patched:  # the compiler would ask for a GPU
+        patched.setattr(torch.cuda, "is_initialized", lambda: False)
+        seen.layer.compile(backend="aot_eager")
+        step(model, 4)
+    assert [step(model, n) for n in (5, 6, 5, 7)] == [True, False, True, False]
     model.remove_hooks()
