@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.core.kernels.host.operands import SUPPORTED, triton_is_installed
@@ -30,6 +31,8 @@ ELEMENT_COST = 64
 GRAM_ROWS = 512
 # Parts of products have a multiple of so many rows or columns.
 TILE = 64
+# Wide Gram matrices have a multiple of so many columns: others take a GPU several times the time.
+EVEN = 8
 # Elements whose norm is taken at once on a CPU.
 NORM_PART = 4096
 # Up to so many samples their gradients' norms are computed as separate tensors.
@@ -281,6 +284,7 @@ def stacked_bytes(activations: Tensor, backprops: Tensor) -> int:
     batch, tokens, d = activations.shape
     if tokens == 1 or not gram_is_cheaper(tokens, d, backprops.shape[2]):
         return 0
+    tokens = _columns(activations, 0)
     rows = max(1, min(CHUNK_ELEMENTS // max(1, batch * tokens), GRAM_ROWS, tokens))
     return 2 * batch * tokens * rows * wide_dtype(activations, backprops).itemsize
 
@@ -292,15 +296,22 @@ def _most_stacked(batch: int, tokens: int) -> int:
 
 
 def _gram_rows(tensors: Sequence[Tensor], start: int, step: int) -> Tensor:
-    """``[n, B, t, s]``: some rows of ``X X^T`` of each ``[B, T, d]``, from the diagonal on."""
+    """``[n, B, t, s]``: rows of ``X X^T`` from the diagonal on, with zeros up to :data:`EVEN`."""
     batch, tokens, _ = tensors[0].shape
-    rows = min(step, tokens - start)
-    dtype = wide_dtype(tensors[0])
-    grams = tensors[0].new_empty(len(tensors), batch, rows, tokens - start, dtype=dtype)
+    columns = _columns(tensors[0], start)
+    rows, more, dtype = min(step, columns), columns - tokens + start, wide_dtype(tensors[0])
+    grams = tensors[0].new_empty(len(tensors), batch, rows, columns, dtype=dtype)
     for x, gram in zip(tensors, grams.unbind(), strict=True):
         rest = x if start == 0 else x[:, start:]
-        wide_bmm(rest if step >= rest.shape[1] else rest[:, :step], rest.transpose(1, 2), out=gram)
+        rest = F.pad(rest, (0, 0, 0, more)) if more else rest
+        wide_bmm(rest if rows == columns else rest[:, :rows], rest.transpose(1, 2), out=gram)
     return grams
+
+
+def _columns(x: Tensor, start: int) -> int:
+    """Columns of the Gram matrices of ``[B, T, d]`` from one of its tokens on."""
+    tokens = x.shape[1]
+    return tokens - start + (-tokens % EVEN if tokens > TILE else 0)
 
 
 def _of_products(left: Tensor, right: Tensor, inputs: Sequence[int], once: int) -> Tensor:

@@ -33,7 +33,9 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return request.param
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 5, 4), (1, 64, 3, 2), (2, 5, 1, 9), (4, 2, 6, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 7, 5, 4), (1, 64, 3, 2), (2, 5, 1, 9), (4, 2, 6, 1), (2, 67, 3, 2)]
+)
 def test_both_product_norms_are_the_definition(chunk: int, shape: tuple[int, ...]) -> None:
     batch, tokens, d, p = shape
     a, g = torch.randn(batch, tokens, d).double(), torch.randn(batch, tokens, p).double()
@@ -43,12 +45,13 @@ def test_both_product_norms_are_the_definition(chunk: int, shape: tuple[int, ...
     torch.testing.assert_close(reference.product_norm_sq(a, g), want, rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 128])
 def test_gram_tiles_of_any_height(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "GRAM_ROWS", rows)
-    a, g = torch.randn(2, 7, 5).double(), torch.randn(2, 7, 4).double()
-    got = reference.gram_norm_sq(a, g)
-    torch.testing.assert_close(got, product_definition(a, g), rtol=1e-11, atol=0)
+    for tokens in (7, 67, 131):  # more than TILE: up to a multiple of EVEN
+        a, g = torch.randn(2, tokens, 5).double(), torch.randn(2, tokens, 4).double()
+        got = reference.gram_norm_sq(a, g)
+        torch.testing.assert_close(got, product_definition(a, g), rtol=1e-11, atol=0)
 
 
 def test_chunked_sum_of_squares(chunk: int) -> None:
