@@ -73,7 +73,7 @@ PARTS: dict[str, Kinds] = {
     "times": {"mode": str, "batch": int, "tokens": int, "ms": NUMBER, "issued_ms": NUMBER,
               "gpu_ms": NUMBER},
     "families": {"model": str, "trained": str, "mode": str, "batch": int, "tokens": int,
-                 "ms": (*NUMBER, None)},
+                 "ms": (*NUMBER, dict, None)},
     "isolation": {"mode": str, "batch": int, "tokens": int, "ms": dict, "share": NUMBER},
     "whole_steps": {"case": str, "model": str, "batch": int, "seq": int, "ms": NUMBER,
                     "ratio": NUMBER},
