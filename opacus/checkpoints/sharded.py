@@ -153,6 +153,9 @@ class Checkpointer:
 
         Returns:
             The new checkpoint, ``None`` if none was due.
+
+        Raises:
+            ValueError: ``steps`` is below 1.
         """
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
