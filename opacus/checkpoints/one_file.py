@@ -58,7 +58,7 @@ def save_training_state(
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
         checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
-        checkpoint[_MECHANISM] = _privacy_parameters(optimizer)
+        checkpoint[_MECHANISM] = privacy_parameters(optimizer)
         checkpoint |= noise_entries(optimizer)
     for key, scheduler in schedulers.items():
         if scheduler is not None:
@@ -114,7 +114,7 @@ def load_training_state(
     if optimizer is not None:
         if adaptive and "max_grad_norm" in checkpoint.get(_MECHANISM, {}):
             optimizer.max_grad_norm = checkpoint[_MECHANISM]["max_grad_norm"]
-        _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
+        warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
 
 
@@ -247,7 +247,8 @@ def _by_name(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) ->
 # --- noise multiplier and clipping norm ---
 
 
-def _privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
+def privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
+    """Noise multiplier, C and the plan, as a checkpoint has them."""
     return {
         "noise_multiplier": optimizer.noise_multiplier,
         "max_grad_norm": optimizer.max_grad_norm,
@@ -260,7 +261,7 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
     Args:
         optimizer: The private optimizer.
-        saved: What :func:`_privacy_parameters` returned.
+        saved: What :func:`privacy_parameters` returned.
 
     Raises:
         ValueError: See :meth:`opacus.planning.Plan.check`.
@@ -269,7 +270,7 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.plan.check(saved[_PLAN])
 
 
-def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
+def warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     """The run's own settings win over the file; a difference is warned of.
 
     The accountant records noise multiplier and rate of each step, so that epsilon is right anyhow.
@@ -277,7 +278,7 @@ def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     before = _numbers(saved)
     changes = [
         f"{name} = {before[name]} (now {value})"
-        for name, value in _numbers(_privacy_parameters(optimizer)).items()
+        for name, value in _numbers(privacy_parameters(optimizer)).items()
         if name in before and not _close(before[name], value)
     ]
     if changes:

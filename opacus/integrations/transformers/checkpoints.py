@@ -20,10 +20,10 @@ from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_n
 from opacus.checkpoints.one_file import (
     _load_optimizer,
     _optimizer_state,
-    _privacy_parameters,
     _to_cpu,
-    _warn_of_changes,
     check_plan,
+    privacy_parameters,
+    warn_of_changes,
 )
 from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
@@ -39,7 +39,7 @@ def save_privacy(
     """Write ``privacy.pt``; call it in one process, the one of rank 0."""
     state = {
         "accountant": engine.accountant.state_dict(),
-        "mechanism": _privacy_parameters(optimizer),
+        "mechanism": privacy_parameters(optimizer),
         "delta": delta,
         "step": step,
         **noise_entries(optimizer),
@@ -82,7 +82,7 @@ def load_privacy(state: Mapping[str, Any], engine: PrivacyEngine, optimizer: DPO
     engine.accountant.load_state_dict(state["accountant"])
     optimizer.reset_accumulation()
     restore_noise(optimizer, state, steps=len(engine.accountant), taken=taken)
-    _warn_of_changes(optimizer, state["mechanism"])
+    warn_of_changes(optimizer, state["mechanism"])
 
 
 def epsilon_after(
