@@ -57,7 +57,7 @@ def save_training_state(
     checkpoint[_MODULE] = _model_state(module, inner, state_dict_kwargs or {})
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
-        checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
+        checkpoint[_OPTIMIZER] = optimizer_state(inner, optimizer)
         checkpoint[_MECHANISM] = privacy_parameters(optimizer)
         checkpoint |= noise_entries(optimizer)
     for key, scheduler in schedulers.items():
@@ -95,7 +95,7 @@ def load_training_state(
     _load_model(inner, named_as_here(checkpoint[_MODULE], inner), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
-        _load_optimizer(inner, optimizer, state)
+        load_optimizer(inner, optimizer, state)
     # Last: an error before leaves what was spent.
     taken = len(accountant)
     accountant.load_state_dict(checkpoint[_ACCOUNTANT])
@@ -136,7 +136,7 @@ def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[
     if is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
         state = dcp.get_model_state_dict(inner, options=options)  # type: ignore[arg-type]
-        return {name: _to_cpu(value) for name, value in state.items()}
+        return {name: to_cpu(value) for name, value in state.items()}
     owner = module if isinstance(module, nn.Module) else inner
     return owner.state_dict(**kwargs)
 
@@ -202,7 +202,8 @@ def _check_optimizer(state: Mapping[str, Any], path: Any, optimizer: DPOptimizer
             )
 
 
-def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
+def optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
+    """The whole state of the optimizer; under FSDP2 a collective call, and a copy on the CPU."""
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if not is_fsdp(inner):
@@ -210,10 +211,11 @@ def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]
     options = dcp.StateDictOptions(full_state_dict=True)
     plain: Any = inner  # is_fsdp has told mypy that it is no Module
     state = dcp.get_optimizer_state_dict(plain, optimizer.original_optimizer, options=options)
-    return _to_cpu(state)  # type: ignore[no-any-return]
+    return to_cpu(state)  # type: ignore[no-any-return]
 
 
-def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+def load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`optimizer_state` gave, however either model is wrapped."""
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     groups = state.get("param_groups", [])
@@ -331,12 +333,13 @@ def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_wr
         dist.barrier()
 
 
-def _to_cpu(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
+    """The tensors in dictionaries and lists, on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    return [_to_cpu(v) for v in value] if isinstance(value, list) else value
+        return {k: to_cpu(v) for k, v in value.items()}
+    return [to_cpu(v) for v in value] if isinstance(value, list) else value
 
 
 def _name(path: Any) -> str:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
 from opacus.checkpoints.one_file import (
-    _load_optimizer,
-    _optimizer_state,
-    _to_cpu,
     check_plan,
+    load_optimizer,
+    optimizer_state,
     privacy_parameters,
+    to_cpu,
     warn_of_changes,
 )
 from opacus.optimizers import DPOptimizer
@@ -124,7 +124,7 @@ def enough_noise(
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights, unsharded, on the CPU; a collective call."""
     options = dcp.StateDictOptions(full_state_dict=True)
-    return _to_cpu(dcp.get_model_state_dict(model, options=options))  # type: ignore[no-any-return]
+    return to_cpu(dcp.get_model_state_dict(model, options=options))  # type: ignore[no-any-return]
 
 
 def trainable_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -162,10 +162,10 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 def whole_optimizer(model: Any, optimizer: DPOptimizer) -> dict[str, Any]:
     """The optimizer's state, unsharded; a collective call."""
-    return _optimizer_state(model, optimizer)
+    return optimizer_state(model, optimizer)
 
 
 def load_whole_optimizer(model: Any, optimizer: DPOptimizer, folder: str) -> None:
     """Load what :func:`whole_optimizer` gave; a collective call."""
     state = torch.load(Path(folder) / _OPTIMIZER, map_location="cpu", weights_only=True)
-    _load_optimizer(model, optimizer, state)
+    load_optimizer(model, optimizer, state)
