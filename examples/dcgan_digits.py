@@ -132,6 +132,7 @@ class Trainer:
         private = self.private
         with torch.no_grad():
             drawn = self.generator.draw(labels)
+        # A real image and the drawn one at its place are one sample: clipped together.
         real = private.model(images, labels)
         fake = private.model(drawn, labels)
         loss = private.criterion(real, torch.ones_like(real))

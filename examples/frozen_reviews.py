@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[Outcome, float]:
     add("--seq-length", type=int, default=64, help="tokens kept of a text")
     add("--held-out", action="store_true", help="test on rows held out from the training data")
     args = parser.parse_args(argv)
+    if not Path(args.model, "config.json").is_file():
+        parser.error(f"--model {args.model}: no folder with a config.json")
     runtime = alone(args)
     data = load_features(args, runtime)
     check(parser, args, data)

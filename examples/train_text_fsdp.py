@@ -284,7 +284,7 @@ def run(
     reporter.say(
         f"{len(problem.train)} training rows, {len(problem.test)} test rows; "
         f"{trained:,} of {total:,} parameters trained; "
-        f"{runtime.world_size} processes on {runtime.device.type}; "
+        f"{runtime.world_size} process{'es' * (runtime.world_size > 1)} on {runtime.device.type}; "
         f"{mode_of(args, private)}; noise multiplier {private.optimizer.noise_multiplier:.3f}"
     )
     if args.tokenizer == "bpe":

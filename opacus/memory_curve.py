@@ -134,7 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--json", type=Path, help="write the rows to this file")
     add("--plot", type=Path, help="write a picture to this file; needs matplotlib")
     args = parser.parse_args(argv)
-    model, step = load(args.build)()
+    try:
+        build = load(args.build)
+    except ValueError as error:
+        parser.error(str(error))
+    model, step = build()
     rows = curve(model, step, [float(limit) for limit in args.limits.split(",")], steps=args.steps)
     if int(os.environ.get("RANK", "0")):
         return

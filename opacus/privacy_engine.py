@@ -215,7 +215,7 @@ class PrivacyEngine(EngineSteps):
 
         Args:
             target_epsilon: Epsilon after ``epochs`` epochs; not exceeded. What the engine has
-                spent before is not in it, of which a warning tells.
+                spent before is not in it; a warning says so.
             target_delta: Delta of the guarantee, in (0, 1), usually below 1 / size of the data set.
             epochs: Number of epochs that will be trained; each further one spends more.
             kwargs: Also ``epsilon_tolerance``, and what the accountant's ``get_epsilon`` takes

@@ -35,13 +35,12 @@ from memory_test.benchmarks.smollm2_reviews import (
     CUDA,
     WARM,
     adapters,
-    at_once,
     option_parser,
     plain,
     reviews,
     settings,
 )
-from memory_test.benchmarks.trainer_steps import Clock
+from memory_test.benchmarks.trainer_steps import Clock, at_once
 from memory_test.common.schema import head, versions
 
 HELD_OUT, LONGEST, RANK = 256, 64, 16  # reviews, tokens, of the adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,11 +144,17 @@ class Adapted(nn.Module):
         return result
 
 
-def adapt(model: nn.Module, rank: int) -> None:
-    """Freeze ``model`` but for adapters of all linear layers of its blocks."""
+def adapt(model: nn.Module, rank: int, names: Collection[str] | None = None) -> None:
+    """Freeze ``model`` but for adapters of the linear layers of its blocks.
+
+    Args:
+        model: It is changed.
+        rank: Of the adapters.
+        names: Last parts of the layers' names; ``None``: all layers.
+    """
     model.requires_grad_(False)
     for block in blocks(model):
         for parent in list(block.modules()):
             for name, layer in list(parent.named_children()):
-                if isinstance(layer, nn.Linear):
+                if isinstance(layer, nn.Linear) and (names is None or name in names):
                     setattr(parent, name, Adapted(layer, rank))

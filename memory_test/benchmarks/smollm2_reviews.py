@@ -37,11 +37,6 @@ def option_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def at_once(expected: int, private: bool) -> int:
-    """Reviews in memory: Poisson draws vary, and with this room nearly each is one batch."""
-    return expected + 3 * math.isqrt(expected) if private else expected
-
-
 def settings() -> dict[str, Any]:
     """What `SFTConfig` has in all runs."""
     return {

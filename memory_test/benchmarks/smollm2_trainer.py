@@ -42,14 +42,13 @@ from memory_test.benchmarks.smollm2_reviews import (
     CUDA,
     WARM,
     adapters,
-    at_once,
     option_parser,
     plain,
     reviews,
     scored,
     settings,
 )
-from memory_test.benchmarks.trainer_steps import Clock
+from memory_test.benchmarks.trainer_steps import Clock, at_once
 from memory_test.common.schema import head, versions
 from opacus.integrations.transformers import DPArguments, DPSFTTrainer
 

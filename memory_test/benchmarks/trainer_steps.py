@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -57,6 +58,11 @@ class Clock(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """End it."""
         self.ms.append((now() - self._start) * 1e3)
+
+
+def at_once(expected: int, private: bool) -> int:
+    """Texts in memory: Poisson draws vary, and with this room nearly each is one batch."""
+    return expected + 3 * math.isqrt(expected) if private else expected
 
 
 def now() -> float:
@@ -141,21 +147,14 @@ def one_round(args: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def trainer(args: argparse.Namespace, row: dict[str, Any], clock: Clock, folder: str) -> Any:
     """The trainer of a row, on a fresh model."""
-    steps, sharded = WARM + args.steps, row["fsdp"]
-    settings = TrainingArguments(
+    steps = WARM + args.steps
+    settings = quiet(
         folder,
+        row["fsdp"],
         per_device_train_batch_size=row["batch"],
         max_steps=steps,
         learning_rate=1e-4,
-        bf16=torch.cuda.is_available(),
         gradient_checkpointing=row["checkpointing"],
-        fsdp=sharded,
-        fsdp_config={"version": 2} if sharded else None,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
     )
     model = new_model(args.model, args.lora)
     draw = torch.Generator().manual_seed(1)
@@ -179,6 +178,22 @@ def trainer(args: argparse.Namespace, row: dict[str, Any], clock: Clock, folder:
         **more,
     )
     return made
+
+
+def quiet(folder: str, sharded: bool, **more: Any) -> TrainingArguments:
+    """Arguments of a run that saves and reports nothing, in bf16 on a GPU."""
+    return TrainingArguments(
+        folder,
+        bf16=torch.cuda.is_available(),
+        fsdp=sharded,
+        fsdp_config={"version": 2} if sharded else None,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        **more,
+    )
 
 
 def new_model(name: str, rank: int) -> Any:

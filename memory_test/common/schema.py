@@ -73,7 +73,7 @@ PARTS: dict[str, Kinds] = {
     "times": {"mode": str, "batch": int, "tokens": int, "ms": NUMBER, "issued_ms": NUMBER,
               "gpu_ms": NUMBER},
     "families": {"model": str, "trained": str, "mode": str, "batch": int, "tokens": int,
-                 "ms": (*NUMBER, None)},
+                 "ms": (*NUMBER, dict, None)},
     "nearly_full": {"model": str, "mode": str, "batch": int, "tokens": int,
                     "share": (*NUMBER, None), "ms": (*NUMBER, None), "peak_gb": NUMBER,
                     "times_ms": list, "out_of_memory": list},

@@ -1,4 +1,4 @@
-"""Privacy accounting from the command line: ``python -m opacus.accountants --help``."""
+"""Privacy accounting from the command line."""
 
 from __future__ import annotations
 

@@ -52,6 +52,9 @@ class PRVAccountant(IAccountant):
             delta_error: the part of `delta` spent on truncation, above 0 and below `delta`;
                 ``delta / 1000`` if None.
             **kwargs: none is known; any raises TypeError.
+
+        Raises:
+            ValueError: if an argument is out of its range.
         """
         reject_unknown_arguments("PRVAccountant.get_epsilon", kwargs)
         delta = check_delta(delta)

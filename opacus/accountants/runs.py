@@ -40,6 +40,9 @@ def epsilon_of_data_sets(
 
     Returns:
         Epsilon for each name.
+
+    Raises:
+        TypeError: the data sets of a run are one string.
     """
     read: dict[str, list[IAccountant]] = {}
     for accountant, names in runs:

@@ -57,8 +57,8 @@ def save_training_state(
     checkpoint[_MODULE] = _model_state(module, inner, state_dict_kwargs or {})
     checkpoint[_ACCOUNTANT] = accountant.state_dict()
     if optimizer is not None:
-        checkpoint[_OPTIMIZER] = _optimizer_state(inner, optimizer)
-        checkpoint[_MECHANISM] = _privacy_parameters(optimizer)
+        checkpoint[_OPTIMIZER] = optimizer_state(inner, optimizer)
+        checkpoint[_MECHANISM] = privacy_parameters(optimizer)
         checkpoint |= noise_entries(optimizer)
     for key, scheduler in schedulers.items():
         if scheduler is not None:
@@ -95,7 +95,7 @@ def load_training_state(
     _load_model(inner, named_as_here(checkpoint[_MODULE], inner), state_dict_kwargs or {})
     state = checkpoint.get(_OPTIMIZER, {})
     if optimizer is not None and state:
-        _load_optimizer(inner, optimizer, state)
+        load_optimizer(inner, optimizer, state)
     # Last: an error before leaves what was spent.
     taken = len(accountant)
     accountant.load_state_dict(checkpoint[_ACCOUNTANT])
@@ -114,7 +114,7 @@ def load_training_state(
     if optimizer is not None:
         if adaptive and "max_grad_norm" in checkpoint.get(_MECHANISM, {}):
             optimizer.max_grad_norm = checkpoint[_MECHANISM]["max_grad_norm"]
-        _warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
+        warn_of_changes(optimizer, checkpoint.get(_MECHANISM, {}))
     return checkpoint
 
 
@@ -136,7 +136,7 @@ def _model_state(module: Any, inner: nn.Module, kwargs: dict[str, Any]) -> dict[
     if is_fsdp(inner):
         options = dcp.StateDictOptions(full_state_dict=True)
         state = dcp.get_model_state_dict(inner, options=options)  # type: ignore[arg-type]
-        return {name: _to_cpu(value) for name, value in state.items()}
+        return {name: to_cpu(value) for name, value in state.items()}
     owner = module if isinstance(module, nn.Module) else inner
     return owner.state_dict(**kwargs)
 
@@ -202,7 +202,8 @@ def _check_optimizer(state: Mapping[str, Any], path: Any, optimizer: DPOptimizer
             )
 
 
-def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
+def optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]:
+    """The whole state of the optimizer; under FSDP2 a collective call, and a copy on the CPU."""
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     if not is_fsdp(inner):
@@ -210,10 +211,11 @@ def _optimizer_state(inner: nn.Module, optimizer: DPOptimizer) -> dict[str, Any]
     options = dcp.StateDictOptions(full_state_dict=True)
     plain: Any = inner  # is_fsdp has told mypy that it is no Module
     state = dcp.get_optimizer_state_dict(plain, optimizer.original_optimizer, options=options)
-    return _to_cpu(state)  # type: ignore[no-any-return]
+    return to_cpu(state)  # type: ignore[no-any-return]
 
 
-def _load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+def load_optimizer(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`optimizer_state` gave, however either model is wrapped."""
     import torch.distributed.checkpoint.state_dict as dcp  # slow to import
 
     groups = state.get("param_groups", [])
@@ -247,7 +249,8 @@ def _by_name(inner: nn.Module, optimizer: DPOptimizer, state: dict[str, Any]) ->
 # --- noise multiplier and clipping norm ---
 
 
-def _privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
+def privacy_parameters(optimizer: DPOptimizer) -> dict[str, Any]:
+    """Noise multiplier, C and the plan, as a checkpoint has them."""
     return {
         "noise_multiplier": optimizer.noise_multiplier,
         "max_grad_norm": optimizer.max_grad_norm,
@@ -260,7 +263,7 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
 
     Args:
         optimizer: The private optimizer.
-        saved: What :func:`_privacy_parameters` returned.
+        saved: What :func:`privacy_parameters` returned.
 
     Raises:
         ValueError: See :meth:`opacus.planning.Plan.check`.
@@ -269,7 +272,7 @@ def check_plan(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.plan.check(saved[_PLAN])
 
 
-def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
+def warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     """The run's own settings win over the file; a difference is warned of.
 
     The accountant records noise multiplier and rate of each step, so that epsilon is right anyhow.
@@ -277,7 +280,7 @@ def _warn_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
     before = _numbers(saved)
     changes = [
         f"{name} = {before[name]} (now {value})"
-        for name, value in _numbers(_privacy_parameters(optimizer)).items()
+        for name, value in _numbers(privacy_parameters(optimizer)).items()
         if name in before and not _close(before[name], value)
     ]
     if changes:
@@ -330,12 +333,13 @@ def _write(path: Any, checkpoint: dict[str, Any], kwargs: dict[str, Any], one_wr
         dist.barrier()
 
 
-def _to_cpu(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
+    """The tensors in dictionaries and lists, on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    return [_to_cpu(v) for v in value] if isinstance(value, list) else value
+        return {k: to_cpu(v) for k, v in value.items()}
+    return [to_cpu(v) for v in value] if isinstance(value, list) else value
 
 
 def _name(path: Any) -> str:

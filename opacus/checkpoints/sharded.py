@@ -22,7 +22,7 @@ from opacus.checkpoints import folder as files
 from opacus.checkpoints.folder import Mark, all_or_none, gathered, latest_checkpoint
 from opacus.checkpoints.names import unwrapped
 from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
-from opacus.checkpoints.one_file import _privacy_parameters, _warn_of_changes, check_plan
+from opacus.checkpoints.one_file import check_plan, privacy_parameters, warn_of_changes
 from opacus.checkpoints.positions import LoaderPosition
 from opacus.checkpoints.random_state import RandomState, Secret
 from opacus.checkpoints.tensors import check_model, load_tensors, save_tensors
@@ -153,6 +153,9 @@ class Checkpointer:
 
         Returns:
             The new checkpoint, ``None`` if none was due.
+
+        Raises:
+            ValueError: ``steps`` is below 1.
         """
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
@@ -246,7 +249,7 @@ class Checkpointer:
             "noise": noise_entries(self._optimizer),
             "accountant": self._engine.accountant.state_dict(),
             "schedulers": {name: s.state_dict() for name, s in self._schedulers.items()},
-            "mechanism": _privacy_parameters(self._optimizer),
+            "mechanism": privacy_parameters(self._optimizer),
             "per_layer": self._optimizer._privacy.max_grad_norms,
             "has_optimizer": bool(self._optimizer.original_optimizer.state),
             "extra": extra,
@@ -332,7 +335,7 @@ class Checkpointer:
         if self._engine._moves_clipping_norm(self._optimizer):
             norm = shared["per_layer"] or shared["mechanism"]["max_grad_norm"]
             self._optimizer.max_grad_norm = norm
-        _warn_of_changes(self._optimizer, shared["mechanism"])
+        warn_of_changes(self._optimizer, shared["mechanism"])
 
     def _load_randomness(self, shared: dict[str, Any], own: dict[str, Any], same: bool) -> None:
         secret = Secret(shared["secret"])

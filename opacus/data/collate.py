@@ -86,10 +86,8 @@ class CollateFnWithEmpty:
 
     def _empty_batch(self) -> Any:
         if self.first_batch is None:
-            if not self._seen_samples:
-                if self.dataset is None:
-                    return self._fallback()
-                logger.warning("First batch is empty. Its structure is learned from dataset[0].")
+            if not self._seen_samples and self.dataset is None:
+                return self._fallback()
             one, two = self._small_batches()
             self.first_batch = self._blank(one, two)
         # A copy, because whoever gets it may change it.

@@ -102,7 +102,13 @@ class FormedRule(LayerRule):
 def sample_with_rule(
     layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Per-sample gradients ``{parameter: [B, *shape]}`` of one layer by the core's rule."""
+    """Per-sample gradients ``{parameter: [B, *shape]}`` of one layer by the core's rule.
+
+    Args:
+        layer: The layer.
+        activations: Its inputs, batch first.
+        backprops: Gradient of the summed losses with respect to its output.
+    """
     rule = rule_for(layer)
     spec = make_spec("", layer, rule.options(layer))
     grads = rule.per_sample_grad(spec, _inputs(rule, layer, activations), backprops)
@@ -112,7 +118,13 @@ def sample_with_rule(
 def norm_with_rule(
     layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Per-sample gradient norms ``{parameter: [B]}`` of one layer by the core's rule."""
+    """Per-sample gradient norms ``{parameter: [B]}`` of one layer by the core's rule.
+
+    Args:
+        layer: The layer.
+        activations: Its inputs, batch first.
+        backprops: Gradient of the summed losses with respect to its output.
+    """
     rule = rule_for(layer)
     spec = make_spec("", layer, rule.options(layer))
     norms = rule.norm_sq(spec, _inputs(rule, layer, activations), backprops)
@@ -138,16 +150,10 @@ def choose_rule(
         return GenericRule(module)
     kind = layer_kind(module)
     grad, norm = grad_samplers.get(kind), norm_samplers.get(kind)
-    users = [s for s in (grad, norm) if s is not None and not getattr(s, "_by_rule", False)]
+    users = [s for s in (grad, norm) if s not in (None, sample_with_rule, norm_with_rule)]
     if users:
         return SamplerRule(module, grad if grad in users else None, norm if norm in users else None)
     return rule_for(module)
-
-
-def by_rule(function: Sampler) -> Sampler:
-    """Mark a sampler as a shell over the core's rule (the rule itself is used then)."""
-    function._by_rule = True  # type: ignore[attr-defined]
-    return function
 
 
 def same_device(values: Sequence[Tensor]) -> list[Tensor]:

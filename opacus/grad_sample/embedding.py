@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from opacus.grad_sample._samplers import by_rule, sample_with_rule
+from opacus.grad_sample._samplers import sample_with_rule
 from opacus.grad_sample.embedding_norm_sample import compute_embedding_norm_sample
 from opacus.grad_sample.utils import register_grad_sampler
 
-
-@register_grad_sampler(nn.Embedding)
-@by_rule
-def compute_embedding_grad_sample(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    """Embedding table: per-sample gradients ``{parameter: [B, *shape]}``.
-
-    Args:
-        layer: The layer.
-        activations: Its inputs, batch first.
-        backprops: Gradient of the summed losses with respect to its output.
-    """
-    return sample_with_rule(layer, activations, backprops)
+compute_embedding_grad_sample = register_grad_sampler(nn.Embedding)(sample_with_rule)
+register_grad_sampler(nn.EmbeddingBag)(sample_with_rule)
 
 
-@register_grad_sampler(nn.EmbeddingBag)
-@by_rule
 def compute_embeddingbag_gradsampler(
     layer: nn.Module, inputs: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:

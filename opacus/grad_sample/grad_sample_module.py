@@ -150,7 +150,7 @@ class GradSampleHooks(NamedByUser):
         named = self._module.named_parameters()
         self._untapped = [(name, p) for name, p in named if name not in covered]
         self._every = list(self._module.parameters())
-        self._recorder.whose.flags.tell = self._look_for_new
+        self._recorder.whose.flags.on_change = self._look_for_new
         self._mark_unheld()
         self._module.autograd_grad_sample_hooks = self._recorder.handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = self._recorder.handles

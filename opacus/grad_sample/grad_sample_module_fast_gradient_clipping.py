@@ -140,6 +140,9 @@ class GradSampleHooksFastGradientClipping(GhostNorms):
             retain_graph: Keep the graph where no second pass needs it.
             loss_scale: Factor that ``GradScaler`` put on the losses; norms are those of
                 the gradients without it.
+
+        Raises:
+            RuntimeError: Hooks are disabled.
         """
         if not self.hooks_enabled:
             raise RuntimeError(

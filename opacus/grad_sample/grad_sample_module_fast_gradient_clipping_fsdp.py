@@ -180,7 +180,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             super()._receive(record)
 
     def _gather(self, layer: Layer) -> None:
-        """Gather a layer whose gradient came past FSDP2: its output was computed anew for it."""
+        """Gather a layer whose gradient bypassed FSDP2: its output was computed again for it."""
         name, owner = next(iter(layer.owners.items()))
         parameter = layer.parameter(name)
         # What is split by tensor parallelism is a DTensor when gathered, too, on its axes alone.

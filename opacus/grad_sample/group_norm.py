@@ -1,23 +1,8 @@
 """Group normalisation."""
 
-from __future__ import annotations
+from torch import nn
 
-from torch import Tensor, nn
-
-from opacus.grad_sample._samplers import by_rule, sample_with_rule
+from opacus.grad_sample._samplers import sample_with_rule
 from opacus.grad_sample.utils import register_grad_sampler
 
-
-@register_grad_sampler(nn.GroupNorm)
-@by_rule
-def compute_group_norm_grad_sample(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    """Group normalisation: per-sample gradients ``{parameter: [B, *shape]}``.
-
-    Args:
-        layer: The layer.
-        activations: Its inputs, batch first.
-        backprops: Gradient of the summed losses with respect to its output.
-    """
-    return sample_with_rule(layer, activations, backprops)
+compute_group_norm_grad_sample = register_grad_sampler(nn.GroupNorm)(sample_with_rule)

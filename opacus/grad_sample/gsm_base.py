@@ -77,6 +77,9 @@ class AbstractGradSampleHooks(ABC):
         isolation: Checks that samples do not depend on each other, where layers are recorded.
         _unit_names: Of the units of a step's batches, where the user names them for good.
         _untapped: Names and parameters that no tapped layer has: frozen when hooks were added.
+
+    Raises:
+        ValueError: ``loss_reduction`` is neither.
     """
 
     # Here, so that a wrapped module's attributes of these names are not taken for them.

@@ -1,23 +1,10 @@
 """Instance normalisation."""
 
-from __future__ import annotations
+from torch import nn
 
-from torch import Tensor, nn
-
-from opacus.grad_sample._samplers import by_rule, sample_with_rule
+from opacus.grad_sample._samplers import sample_with_rule
 from opacus.grad_sample.utils import register_grad_sampler
 
-
-@register_grad_sampler([nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
-@by_rule
-def compute_instance_norm_grad_sample(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    """Instance normalisation: per-sample gradients ``{parameter: [B, *shape]}``.
-
-    Args:
-        layer: The layer.
-        activations: Its inputs, batch first.
-        backprops: Gradient of the summed losses with respect to its output.
-    """
-    return sample_with_rule(layer, activations, backprops)
+compute_instance_norm_grad_sample = register_grad_sampler(
+    [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
+)(sample_with_rule)

@@ -1,38 +1,9 @@
 """Linear layers."""
 
-from __future__ import annotations
+from torch import nn
 
-from torch import Tensor, nn
-
-from opacus.grad_sample._samplers import by_rule, norm_with_rule, sample_with_rule
+from opacus.grad_sample._samplers import norm_with_rule, sample_with_rule
 from opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 
-
-@register_grad_sampler(nn.Linear)
-@by_rule
-def compute_linear_grad_sample(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    """Linear layer: per-sample gradients ``{parameter: [B, *shape]}``.
-
-    Args:
-        layer: The layer.
-        activations: Its inputs, batch first.
-        backprops: Gradient of the summed losses with respect to its output.
-    """
-    return sample_with_rule(layer, activations, backprops)
-
-
-@register_norm_sampler(nn.Linear)
-@by_rule
-def compute_linear_norm_sample(
-    layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    """Linear layer: per-sample gradient norms ``{parameter: [B]}``.
-
-    Args:
-        layer: The layer.
-        activations: Its inputs, batch first.
-        backprops: Gradient of the summed losses with respect to its output.
-    """
-    return norm_with_rule(layer, activations, backprops)
+compute_linear_grad_sample = register_grad_sampler(nn.Linear)(sample_with_rule)
+compute_linear_norm_sample = register_norm_sampler(nn.Linear)(norm_with_rule)

@@ -66,7 +66,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def noise_std(self) -> float:
-        """Of the gradients' noise; those of the optimizers that ask for it are told.
+        """Of the gradients' noise; setting it sets it in the optimizers that have it.
 
         Raises:
             AttributeError: None of them does.
@@ -139,11 +139,11 @@ class JointOptimizer(Optimizer):
             optimizer.load_state_dict({"state": state, "param_groups": own})
 
     def __getattr__(self, name: str) -> Any:
-        # Schedule-free optimizers have these two: whoever of them does is told.
+        # Only schedule-free optimizers have these two.
         if name in ("train", "eval") and "optimizers" in self.__dict__:
-            told = [getattr(o, name) for o in self.optimizers if hasattr(o, name)]
-            if told:
-                return lambda *args: [method(*args) for method in told] and None
+            methods = [getattr(o, name) for o in self.optimizers if hasattr(o, name)]
+            if methods:
+                return lambda *args: [method(*args) for method in methods] and None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

@@ -137,19 +137,41 @@ def check_function(name: str, function: Callable[[int], float]) -> Callable[[int
     return function
 
 
-def step_factor(epoch: int, step_size: int, gamma: float) -> float:
-    """Returns what a step schedule multiplies by on entering `epoch`."""
-    return gamma if epoch > 0 and epoch % step_size == 0 else 1.0
-
-
-def exponential_factor(epoch: int, gamma: float) -> float:
-    """Returns what an exponential schedule multiplies by on entering `epoch`."""
-    return gamma if epoch > 0 else 1.0
-
-
 def power(gamma: float, exponent: int) -> float:
     """Returns `gamma` multiplied `exponent` times, infinity if that is too large for a float."""
     try:
         return gamma ** max(exponent, 0)
     except OverflowError:
         return math.inf
+
+
+class Exponential(ValueScheduler):
+    """Multiplies the value by `gamma` every epoch."""
+
+    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1) -> None:
+        self.gamma = check_gamma(gamma)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def _scheduled(self) -> float:
+        return self._current() * (self.gamma if self.last_epoch > 0 else 1.0)
+
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch)
+
+
+class Stepwise(ValueScheduler):
+    """Multiplies the value by `gamma` every `step_size` epochs."""
+
+    def __init__(
+        self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1
+    ) -> None:
+        self.step_size = check_step_size(step_size)
+        self.gamma = check_gamma(gamma)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def _scheduled(self) -> float:
+        due = self.last_epoch > 0 and self.last_epoch % self.step_size == 0
+        return self._current() * (self.gamma if due else 1.0)
+
+    def _factor(self, epoch: int) -> float:
+        return power(self.gamma, epoch // self.step_size)

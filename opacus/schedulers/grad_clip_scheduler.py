@@ -6,13 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus.schedulers._value_scheduler import (
+    Exponential,
+    Stepwise,
     ValueScheduler,
     check_function,
-    check_gamma,
-    check_step_size,
-    exponential_factor,
-    power,
-    step_factor,
 )
 
 
@@ -32,7 +29,7 @@ class _GradClipScheduler(ValueScheduler):
         return self.get_max_grad_norm()
 
 
-class ExponentialGradClip(_GradClipScheduler):
+class ExponentialGradClip(Exponential, _GradClipScheduler):
     """Multiplies the clipping threshold by `gamma` every epoch.
 
     Args:
@@ -41,15 +38,8 @@ class ExponentialGradClip(_GradClipScheduler):
         last_epoch: epoch to go on from; -1 at the start.
     """
 
-    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1) -> None:
-        self.gamma = check_gamma(gamma)
-        super().__init__(optimizer, last_epoch=last_epoch)
-
     def get_max_grad_norm(self) -> float:
-        return self._current() * exponential_factor(self.last_epoch, self.gamma)
-
-    def _factor(self, epoch: int) -> float:
-        return power(self.gamma, epoch)
+        return self._scheduled()
 
 
 class LambdaGradClip(_GradClipScheduler):
@@ -80,7 +70,7 @@ class LambdaGradClip(_GradClipScheduler):
         return self._next_value()
 
 
-class StepGradClip(_GradClipScheduler):
+class StepGradClip(Stepwise, _GradClipScheduler):
     """Multiplies the clipping threshold by `gamma` every `step_size` epochs.
 
     Args:
@@ -90,15 +80,5 @@ class StepGradClip(_GradClipScheduler):
         last_epoch: epoch to go on from; -1 at the start.
     """
 
-    def __init__(
-        self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1
-    ) -> None:
-        self.step_size = check_step_size(step_size)
-        self.gamma = check_gamma(gamma)
-        super().__init__(optimizer, last_epoch=last_epoch)
-
     def get_max_grad_norm(self) -> float:
-        return self._current() * step_factor(self.last_epoch, self.step_size, self.gamma)
-
-    def _factor(self, epoch: int) -> float:
-        return power(self.gamma, epoch // self.step_size)
+        return self._scheduled()

@@ -6,13 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus.schedulers._value_scheduler import (
+    Exponential,
+    Stepwise,
     ValueScheduler,
     check_function,
-    check_gamma,
-    check_step_size,
-    exponential_factor,
-    power,
-    step_factor,
 )
 
 
@@ -33,7 +30,7 @@ class _NoiseScheduler(ValueScheduler):
         return self.get_noise_multiplier()
 
 
-class ExponentialNoise(_NoiseScheduler):
+class ExponentialNoise(Exponential, _NoiseScheduler):
     """Multiplies the noise multiplier by `gamma` every epoch.
 
     Args:
@@ -42,15 +39,8 @@ class ExponentialNoise(_NoiseScheduler):
         last_epoch: epoch to go on from; -1 at the start.
     """
 
-    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1) -> None:
-        self.gamma = check_gamma(gamma)
-        super().__init__(optimizer, last_epoch=last_epoch)
-
     def get_noise_multiplier(self) -> float:
-        return self._current() * exponential_factor(self.last_epoch, self.gamma)
-
-    def _factor(self, epoch: int) -> float:
-        return power(self.gamma, epoch)
+        return self._scheduled()
 
 
 class LambdaNoise(_NoiseScheduler):
@@ -81,7 +71,7 @@ class LambdaNoise(_NoiseScheduler):
         return self._next_value()
 
 
-class StepNoise(_NoiseScheduler):
+class StepNoise(Stepwise, _NoiseScheduler):
     """Multiplies the noise multiplier by `gamma` every `step_size` epochs.
 
     Args:
@@ -91,15 +81,5 @@ class StepNoise(_NoiseScheduler):
         last_epoch: epoch to go on from; -1 at the start.
     """
 
-    def __init__(
-        self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1
-    ) -> None:
-        self.step_size = check_step_size(step_size)
-        self.gamma = check_gamma(gamma)
-        super().__init__(optimizer, last_epoch=last_epoch)
-
     def get_noise_multiplier(self) -> float:
-        return self._current() * step_factor(self.last_epoch, self.step_size, self.gamma)
-
-    def _factor(self, epoch: int) -> float:
-        return power(self.gamma, epoch // self.step_size)
+        return self._scheduled()

@@ -284,25 +284,15 @@ class DPLossFastGradientClipping:
             TypeError: ``shape`` is no shape.
             ValueError: The criterion did not give one loss (or more) a sample.
         """
-        losses, passes = self._unreduced(args, kwargs), self.module._recorder.passes
-        named = passes.named
-        if named is not None:
-            sums = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
-            rows = rows_of(self.criterion, losses, args, kwargs)
-            one = partial(self._one_unit, named.ids.dim())
-            self.module.isolation.look_at_losses(one, args, kwargs, sums, rows, named.ids)
-            return DPTensorFastGradientClipping(
-                self.module, self.optimizer, sums, self.loss_reduction
-            )
-        samples = passes.latest_batch
-        if shape is None:
-            self._refuse_joined(losses, samples)
+        losses, named = self._unreduced(args, kwargs), self.module._recorder.passes.named
+        rows, alone, ids = rows_of(self.criterion, losses, args, kwargs), self._alone, None
+        if named is None:
+            samples = self._samples(losses, shape)
+            losses = self._per_sample(losses, rows, args, kwargs, samples)
         else:
-            samples = samples_in(shape, losses)
-            passes.samples_are_told()
-        rows = rows_of(self.criterion, losses, args, kwargs)
-        losses = self._per_sample(losses, rows, args, kwargs, samples)
-        self.module.isolation.look_at_losses(self._alone, args, kwargs, losses, rows)
+            losses = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
+            alone, ids = partial(self._one_unit, named.ids.dim()), named.ids
+        self.module.isolation.look_at_losses(alone, args, kwargs, losses, rows, ids)
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )
@@ -319,7 +309,7 @@ class DPLossFastGradientClipping:
 
     def _valid(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor | None:
         """Which losses have a target that counts."""
-        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
+        targets = _targets(args, kwargs)
         ignored = getattr(self.criterion, "ignore_index", None)
         if ignored is None or not isinstance(targets, Tensor) or targets.numel() != losses.numel():
             return None
@@ -340,15 +330,24 @@ class DPLossFastGradientClipping:
     def _per_sample(
         self, losses: Any, rows: int | None, args: Any, kwargs: Any, samples: int | None
     ) -> Tensor:
-        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         return per_sample_losses(
             losses,
             rows=rows,
             samples=samples,
-            targets=targets,
+            targets=_targets(args, kwargs),
             ignore_index=getattr(self.criterion, "ignore_index", None),
             reduction=self.loss_reduction,
         )
+
+    def _samples(self, losses: Any, shape: Any) -> int | None:
+        """How many samples there are: by the shape that the user gives, else by the inputs."""
+        passes = self.module._recorder.passes
+        if shape is None:
+            self._refuse_joined(losses, passes.latest_batch)
+            return passes.latest_batch
+        samples = samples_in(shape, losses)
+        passes.samples_are_told()
+        return samples
 
     def _refuse_joined(self, losses: Any, samples: int | None) -> None:
         """Refuse joined losses of several forward passes, which look like flattened sequences."""
@@ -380,6 +379,11 @@ class DPLossFastGradientClipping:
             return self.criterion(*args, **kwargs)
         finally:
             self.criterion.reduction = before
+
+
+def _targets(args: Any, kwargs: Any) -> Any:
+    """What a criterion is given besides the outputs."""
+    return kwargs.get("target", args[1] if len(args) > 1 else None)
 
 
 def _takes_reduction(criterion: Any) -> bool:

@@ -51,8 +51,14 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 (O
         kwargs: Other arguments of ``fully_shard``, such as ``offload_policy``.
 
     Raises:
-        TypeError: An unknown argument, or ``opacus_high_precision_layers`` is no class.
+        TypeError: An unknown argument, or ``opacus_high_precision_layers`` is no class; the model
+            is private already.
     """
+    if hasattr(model, "to_standard_module"):
+        raise TypeError(
+            "the model is private already: shard it first, build the optimizer from its "
+            "parameters, then call make_private with a ghost_fsdp mode"
+        )
     high = _classes(kwargs.pop("opacus_high_precision_layers", ()))
     blocks = kwargs.pop("use_block_wrapping", True)
     leaves = kwargs.pop("wrap_individual_layers", False)

@@ -94,13 +94,13 @@ def test_physical_batches_are_the_logical_ones() -> None:
 def test_a_pass_that_is_left_early_is_refused() -> None:
     run = Run(model())
     run.step(*next(iter(run.loader)))
-    with pytest.raises(RuntimeError, match="too short"):
+    with pytest.raises(RuntimeError, match="too recently"):
         run.train(1)
 
 
 def test_a_batch_without_a_step_is_refused() -> None:
     run = Run(model())
-    with pytest.raises(RuntimeError, match=r"too short|without a step"):
+    with pytest.raises(RuntimeError, match=r"too recently|without a step"):
         for _ in range(2):
             for number, (x, y) in enumerate(run.loader):
                 if number != 1:

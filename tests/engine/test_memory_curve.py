@@ -32,8 +32,12 @@ def test_one_command_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert picture.stat().st_size > 1000
     with pytest.raises(ValueError, match="has no function 'other'"):
         load(f"{script}:other")
-    with pytest.raises(ValueError, match="there is no Python file"):
-        load("nowhere.py:build")
+
+
+def test_a_file_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nowhere.py:build"])
+    assert "there is no Python file 'nowhere.py'" in capsys.readouterr().err
 
 
 def test_a_budget_is_a_number_of_bytes() -> None:

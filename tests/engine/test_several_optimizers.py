@@ -15,6 +15,7 @@ from tests.helpers.oracle import clipped_sum, norms, per_sample_gradients, train
 from tests.helpers.several_optimizers import (
     B,
     C,
+    ScheduleFree,
     batch,
     muon_and_adamw,
     net,
@@ -144,16 +145,6 @@ def test_other_optimizers_step_as_without_privacy(kind: str, mode: str) -> None:
     for ours, theirs, start in zip(*(m.parameters() for m in (model, plain, wide())), strict=True):
         assert (theirs - start).abs().max() > 1e-4
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-class ScheduleFree(torch.optim.SGD):
-    training = False
-
-    def train(self) -> None:
-        self.training = True
-
-    def eval(self) -> None:
-        self.training = False
 
 
 def test_train_and_eval_reach_those_that_have_them() -> None:

@@ -66,3 +66,11 @@ def test_features_do_not_depend_on_other_texts(folder: Path) -> None:
 def test_a_layer_that_the_encoder_has_not(folder: Path) -> None:
     with pytest.raises(SystemExit, match="--layers must be from 0 to 2"):
         script.main([*options(folder), "--layers", "9"])
+
+
+def test_a_folder_without_a_model_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--model", str(tmp_path)])
+    assert "no folder with a config.json" in capsys.readouterr().err

@@ -13,6 +13,18 @@ from opacus import PrivacyEngine
 B, C = 6, 0.3
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Has the two methods of schedule-free optimizers."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))

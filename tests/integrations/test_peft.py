@@ -24,6 +24,7 @@ from tests.helpers.adapters import (
     texts,
 )
 from tests.helpers.oracle import CLIPPING_EPS, norms, per_sample_gradients, trainable
+from tests.helpers.several_optimizers import ScheduleFree
 from tests.integrations.tiny import VOCABULARY
 
 # PEFT asks transformers in a way that it deprecates.
@@ -253,16 +254,6 @@ def test_rows_of_nobody_get_a_gradient_for_each_sample(mode: str, detach: bool) 
 
 
 # --- optimizers ---
-
-
-class ScheduleFree(torch.optim.SGD):
-    training = False
-
-    def train(self) -> None:
-        self.training = True
-
-    def eval(self) -> None:
-        self.training = False
 
 
 def test_train_and_eval_reach_the_users_optimizer() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.integrations import oracle
 from tests.integrations.steps import FIXED, HUGE, check_steps, differ
-from tests.integrations.tiny import Texts, arguments, bert, collate, llama, weights
+from tests.integrations.tiny import Texts, arguments, bert, collate, llama, watched, weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,12 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
-class Watched(DPTrainer):
-    """Keeps what each step starts from."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
-        self.__dict__.setdefault("seen", []).append((copy.deepcopy(inputs), weights(self.model)))
-        return super().training_step(model, inputs, *args)
+Watched = watched(DPTrainer)
 
 
 def trained(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.integrations.texts import (
     tokenizer,
     words,
 )
-from tests.integrations.tiny import arguments, llama, weights
+from tests.integrations.tiny import arguments, llama, watched, weights
 
 trl = pytest.importorskip("trl")
 
@@ -53,17 +52,6 @@ def run(cls: Any, folder: Path, data: Any, kind: str, **changes: Any) -> Any:
     trainer.start = weights(trainer.model)
     trainer.train()
     return trainer
-
-
-def watched(cls: Any) -> Any:
-    class Watched(cls):
-        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
-            self.__dict__.setdefault("seen", []).append(
-                (copy.deepcopy(inputs), weights(self.model))
-            )
-            return super().training_step(model, inputs, *args)
-
-    return Watched
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

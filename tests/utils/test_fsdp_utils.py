@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.core.platform.sharded import is_fsdp
+from opacus.grad_sample import GradSampleModule
 from opacus.layers import DPLSTM
 from opacus.layers.dp_rnn import RNNLinear
 from opacus.utils.fsdp_utils import FSDP2Wrapper
@@ -88,3 +89,9 @@ def test_a_part_of_it_in_high_precision_is_refused() -> None:
     with pytest.raises(ValueError, match=said):
         FSDP2Wrapper(model, opacus_high_precision_layers=(nn.Embedding, RNNLinear))
     assert not any(is_fsdp(module) for module in model.modules())
+
+
+def test_a_private_model_is_not_sharded() -> None:
+    private = GradSampleModule(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="private already: shard it first"):
+        FSDP2Wrapper(private)

@@ -79,7 +79,7 @@ class RandomNumbers:
 def _equal(one: Any, two: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, two)
-    return repr(one) == repr(two)  # NumPy's holds an array, of which the ends are told
+    return repr(one) == repr(two)  # NumPy's state holds an array: repr shows its ends
 
 
 @contextmanager

@@ -91,10 +91,10 @@ class Correlation:
         if shift < least or parts != (self._parts or parts):
             raise RuntimeError(
                 f"samples of the batch number {part} of this pass, in step {number}, may have "
-                "taken part too short a time ago: with correlated noise there must be "
+                "taken part too recently: with correlated noise there must be "
                 f"{self.plan.separation} steps in between. Take a step with every batch of the "
-                "private loader, in its order, go through whole passes, and leave its batches "
-                "what they are"
+                "private loader, in its order, go through whole passes, and do not change its "
+                "batches"
             )
         self._parts, self._part, self._shift = parts, part, shift
         self._tell_split()

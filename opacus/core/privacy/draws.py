@@ -129,8 +129,8 @@ class Draws:
             items = [items for items, _, _ in self._waiting]
             raise RuntimeError(
                 f"the data loader drew {items[-1]} items for this batch, but the step saw {seen} "
-                "samples: privacy is counted for items, and clipped were samples. Let the collate "
-                "function make exactly one row of each item (windows of one item: [items, "
+                "samples: privacy is counted per item, but clipping was per sample. Let the "
+                "collate function make exactly one row of each item (windows of one item: [items, "
                 "windows, ...], averaged in the model; packed rows: pack before sampling, so that "
                 "a row is an item), and pass whole batches of the private loader to the model"
             )

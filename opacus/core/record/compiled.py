@@ -11,7 +11,7 @@ Note [Taps in compiled graphs]
     version, and it does not know that a record holds one. Such records are *borrowed*: right
     while ``deliver`` runs, copied by whoever keeps them longer.
 
-    A layer is told by a tensor, not by a number in the code, so that equal blocks share a graph.
+    A layer is identified by a tensor, not by a number in the code: equal blocks share a graph.
 """
 
 from __future__ import annotations

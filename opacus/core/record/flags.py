@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Attributes of every module, and what torch.compile (or a call in its place) puts there.
+# Attributes that every module has, and one that torch.compile adds.
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl"}
 # States that are told apart.
 MOST_STATES = 1000
-# Values of a number, beyond which it is a counter, by which nothing is told.
+# A number with more values than these is a counter: it identifies no state.
 MOST_NUMBERS = 4
 # Entries of a list or dictionary that settings are looked for in.
 MOST_ENTRIES = 256
@@ -41,7 +41,7 @@ class Flags:
 
     Attributes:
         parameters: Of the model.
-        tell: Called when its modules have changed.
+        on_change: Called when its modules have changed.
         state: The number of the latest one, 0 for the first: the same on all ranks, whatever the
             settings are, where they change alike.
     """
@@ -56,7 +56,7 @@ class Flags:
         self._latest: list[Any] = []
         self._entries: list[Hashable] = []
         self.parameters: list[nn.Parameter] = []
-        self.tell: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
         self._trained: list[bool] = []  # which of them
         self._numbers: dict[Hashable, set[float]] = {}
         self._known: dict[Hashable, int] = {}
@@ -105,8 +105,8 @@ class Flags:
         lent = len(self.parameters) < len(every)  # for a call (functional_call)
         self._size = -1 if lent else sum(map(len, self._holders))
         self._note(range(len(found)))
-        if self.tell is not None:
-            self.tell()
+        if self.on_change is not None:
+            self.on_change()
 
     def _note(self, places: Any) -> None:
         """These settings are other ones than before."""
@@ -142,7 +142,7 @@ class Flags:
             return (kind, type(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(Flags()), "tell": self.tell}
+        return {**vars(Flags()), "on_change": self.on_change}
 
 
 class _Fixed(Flags):

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from opacus.checkpoints.noise_state import check_noise, noise_entries, restore_noise
 from opacus.checkpoints.one_file import (
-    _load_optimizer,
-    _optimizer_state,
-    _privacy_parameters,
-    _to_cpu,
-    _warn_of_changes,
     check_plan,
+    load_optimizer,
+    optimizer_state,
+    privacy_parameters,
+    to_cpu,
+    warn_of_changes,
 )
 from opacus.optimizers import DPOptimizer
 from opacus.privacy_engine import PrivacyEngine
@@ -39,7 +39,7 @@ def save_privacy(
     """Write ``privacy.pt``; call it in one process, the one of rank 0."""
     state = {
         "accountant": engine.accountant.state_dict(),
-        "mechanism": _privacy_parameters(optimizer),
+        "mechanism": privacy_parameters(optimizer),
         "delta": delta,
         "step": step,
         **noise_entries(optimizer),
@@ -82,7 +82,7 @@ def load_privacy(state: Mapping[str, Any], engine: PrivacyEngine, optimizer: DPO
     engine.accountant.load_state_dict(state["accountant"])
     optimizer.reset_accumulation()
     restore_noise(optimizer, state, steps=len(engine.accountant), taken=taken)
-    _warn_of_changes(optimizer, state["mechanism"])
+    warn_of_changes(optimizer, state["mechanism"])
 
 
 def epsilon_after(
@@ -124,7 +124,7 @@ def enough_noise(
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights, unsharded, on the CPU; a collective call."""
     options = dcp.StateDictOptions(full_state_dict=True)
-    return _to_cpu(dcp.get_model_state_dict(model, options=options))  # type: ignore[no-any-return]
+    return to_cpu(dcp.get_model_state_dict(model, options=options))  # type: ignore[no-any-return]
 
 
 def trainable_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -162,10 +162,10 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 def whole_optimizer(model: Any, optimizer: DPOptimizer) -> dict[str, Any]:
     """The optimizer's state, unsharded; a collective call."""
-    return _optimizer_state(model, optimizer)
+    return optimizer_state(model, optimizer)
 
 
 def load_whole_optimizer(model: Any, optimizer: DPOptimizer, folder: str) -> None:
     """Load what :func:`whole_optimizer` gave; a collective call."""
     state = torch.load(Path(folder) / _OPTIMIZER, map_location="cpu", weights_only=True)
-    _load_optimizer(model, optimizer, state)
+    load_optimizer(model, optimizer, state)

@@ -183,6 +183,9 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
         Returns:
             What :meth:`per_sample_loss` is given: outputs and inputs, by name. Only tensors with
             one row an example belong there.
+
+        Raises:
+            TypeError: The outputs have no names.
         """
         bare = self._bare_model()
         names = () if is_without_logits(bare) else self.label_names

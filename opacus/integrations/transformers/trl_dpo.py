@@ -94,8 +94,8 @@ def refuse_dpo_arguments(args: Any) -> None:
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile=True is not supported with pairs: that both rows of a pair are one "
-            "example is seen operation by operation, not in compiled blocks. Leave it out"
+            "torch_compile=True is not supported with pairs: which rows are a pair can be "
+            "followed in eager code only, not in compiled blocks. Leave it out"
         )
     for name, plain in (
         ("ld_alpha", None),

@@ -121,7 +121,7 @@ def test_a_run_keeps_to_its_plan() -> None:
         with pytest.raises(RuntimeError, match="no data loader"):
             other.take_part(0, 99)
     again = Correlation(run.plan, Parts(3))
-    with pytest.raises(RuntimeError, match="too short"):
+    with pytest.raises(RuntimeError, match="too recently"):
         again.take_part(0, 9)
         again.split = Parts(3)
         again.take_part(1, 10)
@@ -141,12 +141,12 @@ def test_who_takes_part_too_soon_is_refused() -> None:
         run.take_part(part, number)
     skipping = Correlation(plan, Parts(3))
     skipping.take_part(0, 0)
-    with pytest.raises(RuntimeError, match="too short"):
+    with pytest.raises(RuntimeError, match="too recently"):
         skipping.take_part(2, 1)  # part 2 would be one step early
-    with pytest.raises(RuntimeError, match="too short"):
+    with pytest.raises(RuntimeError, match="too recently"):
         run.take_part(2, 6)
     run.take_part(0, 8)  # steps that came to nothing lie in between
-    with pytest.raises(RuntimeError, match="too short"):
+    with pytest.raises(RuntimeError, match="too recently"):
         run.take_part(0, 10)
 
 
