@@ -77,6 +77,7 @@ class CheckedOptimizer:
     # Whether a part of the logical batch was left out or refused.
     _part_is_lost = False
     _step_skip_queue: list[bool]
+    _is_last_step_skipped: bool
     take_batch: Callable[[], None]
     reset_accumulation: Callable[[], None]
     zero_grad: Callable[..., None]
@@ -159,26 +160,34 @@ class CheckedOptimizer:
 
     def _drop_batch(self) -> None:
         """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
-        lost, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
-        if self._step_skip_queue and self._draws is not None:  # one signal for each batch
-            self._draws.keep_latest(len(signals))
         if self.isolation is not None:
             self.isolation.recorder.unfinished.forget()
-        self.reset_accumulation()
+        self._lose_part()
         self.zero_grad(set_to_none=True)
-        self._step_skip_queue[:] = signals
-        self._part_is_lost = lost
 
-    def lose_part(self) -> None:
+    def leave_part(self) -> None:
         """A physical batch was left without its step: nothing of its logical batch is released.
 
         On all ranks, which else would wait for its vote and take that on the next one for it.
         """
-        self._part_is_lost = True
+        self._lose_part()
         if self.votes is not None:
             self.votes.refuse("the training loop has left out a physical batch")
             if self.isolation is not None:
                 self.isolation.recorder.unfinished.tell()
+
+    def _lose_part(self) -> None:
+        """Drop the sums of a logical batch, and what is still to come of it."""
+        signals = [*self._step_skip_queue]
+        if signals:  # one for each batch
+            more = signals.pop(0)
+            if self._draws is not None:
+                self._draws.keep_latest(len(signals))
+        else:  # not a batch that was signalled: a second step, say
+            more = self._part_is_lost or self._is_last_step_skipped
+        self.reset_accumulation()
+        self._step_skip_queue[:] = signals
+        self._part_is_lost = more
 
     def agree(self) -> None:
         """Before ranks communicate in a backward pass: all come to that, or all raise.

@@ -188,7 +188,7 @@ class PhysicalBatchLoader(HostLoader):
         draws = self._draws
         made_up = getattr(self.collate_fn, "rand_on_empty", False)
         if self._in_flight is None:
-            self._in_flight = InFlight(optimizer, draws)
+            self._in_flight = InFlight(optimizer)
         in_flight = self._in_flight
         in_flight.begin()
         try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.draws import MOST_WAITING, Draws
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 MODES = ["hooks", "ghost", "ghost_bk"]
@@ -154,6 +154,7 @@ def physical(
                 k += 1
                 optimizer.zero_grad()
                 if leave(k):
+                    parts.clear()
                     continue
                 parts.append(len(x))
                 try:
@@ -199,10 +200,35 @@ def test_nothing_is_released_of_a_batch_of_which_a_part_is_missing(
         assert len(refusals) == (2 if failing == 2 else 1)  # the last part ends its batch
         refusals.clear()
     assert run[0].accountant.history == [(1.0, 1.0, 6)]
-    with pytest.raises(RuntimeError, match="last physical batch of a logical batch was left"):
-        physical(run, lambda k: k == 5, refusals)
-    assert physical(run, lambda k: False, refusals) == [whole] * 2  # the left one is forgotten
-    assert run[0].accountant.history == [(1.0, 1.0, 8)]
+    assert physical(run, lambda k: k == 5, refusals) == [whole]  # no step() of it is to come
+    assert not refusals
+    assert physical(run, lambda k: False, refusals) == [whole] * 2
+    assert run[0].accountant.history == [(1.0, 1.0, 9)]
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_without_a_batch_end_no_logical_batch(mode: str, poisson: bool, failing: int) -> None:
+    """A loop that catches errors and calls ``step()`` again; its other parts are not released."""
+    run, refusals = private(mode, N, poisson), []
+    _, model, optimizer, criterion, loader = run
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=6, optimizer=optimizer
+    ) as batches:
+        for _ in range(2):
+            for k, (x, y) in enumerate(batches):
+                optimizer.zero_grad()
+                if k + 1 == failing and not refusals:
+                    raise_in_step(optimizer)
+                criterion(model(x), y).backward()
+                for _ in range(1 if k + 1 != failing or len(refusals) > 3 else 4):
+                    try:
+                        optimizer.step()
+                    except (RuntimeError, ValueError) as error:
+                        refusals.append(str(error))
+    assert len(refusals) == 5 and "must not depend on one" in refusals[-1]
+    assert run[0].accountant.history == [(1.0, 1.0, 1)]
 
 
 @pytest.mark.parametrize("poisson", [True, False])
@@ -366,3 +392,13 @@ def test_losses_of_batches_of_other_sizes_are_not_added(caplog: pytest.LogCaptur
     _, model, _, criterion, _ = private("hooks")
     sum(criterion(model(torch.randn(3, 4)), torch.zeros(3).long()) for _ in range(2)).backward()
     assert "Losses of several forward passes" in caplog.text
+
+
+def test_passes_without_steps_hold_no_more_memory() -> None:
+    """Such as an evaluation over the private loader."""
+    draws = Draws()
+    for _ in range(3 * MOST_WAITING):
+        draws.deliver(1)
+    assert all(
+        len(held) <= MOST_WAITING for held in vars(draws).values() if hasattr(held, "__len__")
+    )

@@ -24,7 +24,8 @@ MOST_WAITING = 4096
 PART_LEFT = (
     "a physical batch of this logical batch was left out, or refused: whether its other samples "
     "take part must not depend on one of them. Nothing of the logical batch was released; go on "
-    "with the next one"
+    "with the next one (after optimizer.reset_accumulation(), if you call signal_skip_step() by "
+    "hand and not for the last physical batch)"
 )
 
 
@@ -83,6 +84,8 @@ class Draws:
         """
         self._waiting.append((items, self._logical, self._next_part))
         self._parts[self._logical] = self._parts.get(self._logical, 0) + 1
+        if len(self._parts) > MOST_WAITING:
+            del self._parts[next(iter(self._parts))]
         self._logical += last
         self._next_part += last
         if self._cycle is not None:
