@@ -74,10 +74,11 @@ class CheckedOptimizer:
         if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
             self.votes = Votes(ranks_holding(self.params))
 
+    # Stands for the pass over a loader of physical batches that is under way.
+    physical_pass: object | None = None
     # Whether a part of the logical batch was left out or refused.
     _part_is_lost = False
     _step_skip_queue: list[bool]
-    _is_last_step_skipped: bool
     take_batch: Callable[[], None]
     reset_accumulation: Callable[[], None]
     zero_grad: Callable[..., None]
@@ -105,6 +106,12 @@ class CheckedOptimizer:
             RuntimeError: Another rank refuses its batch, or its backward pass has failed. After
                 any error nothing of the step is left, on all ranks.
         """
+        if self.physical_pass is not None and not self._step_skip_queue:
+            raise RuntimeError(
+                "step() was called without a batch that the loader of BatchMemoryManager has given "
+                "for it: each of those is one step, also after an error. Nothing was changed; take "
+                "steps of other batches before that loader's pass, or after it"
+            )
         if not self.expects_criterion:  # whose backward pass is where a batch begins
             self.begin_batch()
         try:
@@ -178,13 +185,9 @@ class CheckedOptimizer:
 
     def _lose_part(self) -> None:
         """Drop the sums of a logical batch, and what is still to come of it."""
-        signals = [*self._step_skip_queue]
-        if signals:  # one for each batch
-            more = signals.pop(0)
-            if self._draws is not None:
-                self._draws.keep_latest(len(signals))
-        else:  # not a batch that was signalled: a second step, say
-            more = self._part_is_lost or self._is_last_step_skipped
+        more, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
+        if self._step_skip_queue and self._draws is not None:  # one signal for each batch
+            self._draws.keep_latest(len(signals))
         self.reset_accumulation()
         self._step_skip_queue[:] = signals
         self._part_is_lost = more

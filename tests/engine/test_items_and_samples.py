@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -206,29 +207,59 @@ def test_nothing_is_released_of_a_batch_of_which_a_part_is_missing(
     assert run[0].accountant.history == [(1.0, 1.0, 9)]
 
 
-@pytest.mark.parametrize("failing", [2, 3])
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_without_a_batch_end_no_logical_batch(mode: str, poisson: bool, failing: int) -> None:
-    """A loop that catches errors and calls ``step()`` again; its other parts are not released."""
+def test_batches_of_two_passes_are_not_added_up(mode: str, poisson: bool) -> None:
+    """Logical batches of two passes at once may have samples in common."""
+    run = private(mode, N, poisson)
+    _, _, optimizer, _, loader = run
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    ) as batches:
+        parts = iter(batches)
+        step(run, next(parts))
+        other = next(iter(loader))  # a look, without a step, is fine
+        with pytest.raises(RuntimeError, match="without a batch that the loader"):
+            step(run, other)
+        step(run, next(parts))
+        assert run[0].accountant.history == [(1.0, 1.0, 1)]
+        parts = iter(batches)
+        step(run, next(parts))
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+        ) as others:
+            newer = iter(others)
+            step(run, next(newer))
+            with pytest.raises(RuntimeError, match="this pass over the data loader has ended"):
+                next(parts)
+    step(run, other)
+    assert run[0].accountant.history == [(1.0, 1.0, 2)]
+
+
+@pytest.mark.parametrize("failing", [2, 4])
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_part_is_not_tried_again(mode: str, poisson: bool, failing: int) -> None:
+    """A loop that catches errors: what it releases must not depend on which part has failed."""
     run, refusals = private(mode, N, poisson), []
-    _, model, optimizer, criterion, loader = run
+    _, _, optimizer, _, loader = run
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=6, optimizer=optimizer
     ) as batches:
-        for _ in range(2):
-            for k, (x, y) in enumerate(batches):
-                optimizer.zero_grad()
-                if k + 1 == failing and not refusals:
-                    raise_in_step(optimizer)
-                criterion(model(x), y).backward()
-                for _ in range(1 if k + 1 != failing or len(refusals) > 3 else 4):
-                    try:
-                        optimizer.step()
-                    except (RuntimeError, ValueError) as error:
-                        refusals.append(str(error))
-    assert len(refusals) == 5 and "must not depend on one" in refusals[-1]
+        for k, batch in enumerate(chain(batches, batches)):
+            if k + 1 == failing:
+                raise_in_step(optimizer)
+            for _ in range(4):
+                try:
+                    step(run, batch)
+                    break
+                except RuntimeError as error:
+                    refusals.append(str(error))
     assert run[0].accountant.history == [(1.0, 1.0, 1)]
+    assert [text[:23] for text in refusals[:3]] == [
+        "this batch is refused",
+        *2 * ["step() was called witho"],
+    ]
 
 
 @pytest.mark.parametrize("poisson", [True, False])
@@ -369,8 +400,8 @@ def test_draws_of_an_empty_batch_and_of_parts() -> None:
     draws = Draws()
     draws.deliver(0)
     draws.check(0, final=True)
-    draws.deliver(3, last=False)
-    draws.deliver(2)
+    number = draws.deliver(3, last=False)
+    assert draws.deliver(2, number=number) is None
     draws.check(3, final=False)
     draws.check(2, final=True)
     draws.deliver(3)

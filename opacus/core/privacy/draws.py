@@ -24,8 +24,7 @@ MOST_WAITING = 4096
 PART_LEFT = (
     "a physical batch of this logical batch was left out, or refused: whether its other samples "
     "take part must not depend on one of them. Nothing of the logical batch was released; go on "
-    "with the next one (after optimizer.reset_accumulation(), if you call signal_skip_step() by "
-    "hand and not for the last physical batch)"
+    "with the next one"
 )
 
 
@@ -42,7 +41,7 @@ class Draws:
         self.part = -1
         self._next_part = 0
         self._cycle: int | None = None
-        self._logical = 0
+        self._logical = 0  # number of the next logical batch
         # (items, numbers of the logical batch: of all, and in its pass); the oldest go where nobody
         # takes steps
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
@@ -75,21 +74,27 @@ class Draws:
                 "noise each batch of the private loader must be followed by optimizer.step()"
             )
 
-    def deliver(self, items: int, last: bool = True) -> None:
+    def deliver(self, items: int, last: bool = True, number: int | None = None) -> int | None:
         """A batch of so many items goes to the training loop.
 
         Args:
             items: Number of samples that it must have.
             last: Whether it is the last part of its logical batch.
+            number: Of that, if a part of it was delivered before.
+
+        Returns:
+            The same for the next part, ``None`` after the last.
         """
-        self._waiting.append((items, self._logical, self._next_part))
-        self._parts[self._logical] = self._parts.get(self._logical, 0) + 1
+        if number is None:
+            number, self._logical = self._logical, self._logical + 1
+        self._waiting.append((items, number, self._next_part))
+        self._parts[number] = self._parts.get(number, 0) + 1
         if len(self._parts) > MOST_WAITING:
             del self._parts[next(iter(self._parts))]
-        self._logical += last
         self._next_part += last
         if self._cycle is not None:
             self._next_part %= self._cycle
+        return None if last else number
 
     def keep_latest(self, count: int) -> None:
         """No step will be taken with batches before the latest `count`: left out, or refused."""
@@ -99,7 +104,6 @@ class Draws:
     def leave_pass(self) -> None:
         """The pass has been left early: what was delivered is not used, nor will the rest come."""
         self._waiting.clear()
-        self._logical += bool(self._parts.pop(self._logical, 0))
 
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
