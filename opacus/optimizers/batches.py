@@ -24,7 +24,7 @@ class PhysicalBatches:
 
     params: list[nn.Parameter]
     _parallelism: Single
-    _forget_clipping_norm: Callable[[], None]
+    _forget_step: Callable[[], None]
     _scaled: ScaledStep = NO_SCALER
     _overflowed = False  # in any physical batch since the last real step
     _is_last_step_skipped = False
@@ -87,4 +87,4 @@ class PhysicalBatches:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self.call_step_hooks()
         self._overflowed = self._is_last_step_skipped = False
-        self._forget_clipping_norm()
+        self._forget_step()
