@@ -247,7 +247,6 @@ class DPOptimizer(
         """
         if not release(self):
             return False
-        self._is_last_step_skipped = False
         mark_processed(*[p.grad for p in self.params if p.grad is not None])  # released by now
         return True
 
@@ -260,7 +259,6 @@ class DPOptimizer(
             self.add_noise()
             self._count_step(entries)
         except BaseException:
-            self._is_last_step_skipped = False
             self.zero_grad(set_to_none=True)
             raise
         finally:

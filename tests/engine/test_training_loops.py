@@ -181,6 +181,23 @@ def test_an_unfinished_batch_is_not_counted_by_adaptive_clipping() -> None:
     assert (optimizer.sample_size, optimizer.unclipped_num, optimizer._count) == (0, 0, 0.0)
 
 
+def test_a_hook_that_fails_leaves_no_samples_to_be_counted_by_adaptive_clipping() -> None:
+    model, optimizer, loss_fn = private(
+        "mlp", "hooks", 0.5, clipping="adaptive", unclipped_num_std=1.0
+    )
+    optimizer.attach_step_hook(lambda _: 1 / 0)
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    with pytest.raises(ZeroDivisionError):
+        for more in (True, False):
+            optimizer.signal_skip_step(more)
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.sample_size == 2 * B
+    optimizer.zero_grad()
+    assert (optimizer.sample_size, optimizer.unclipped_num, optimizer._count) == (0, 0, 0.0)
+
+
 def test_the_step_that_takes_every_sample_twice_is_refused() -> None:
     """Two backward passes over batches that are the whole data set."""
     model = build("mlp")
