@@ -156,6 +156,7 @@ class PhysicalBatchLoader(HostLoader):
     batch_sampler: BatchSplittingSampler
     _latest: object | None = None  # stands for the latest pass; see the optimizer's physical_pass
     _in_flight: InFlight | None = None
+    _number: int | None = None  # of the logical batch that is under way
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._abandon()
@@ -178,7 +179,7 @@ class PhysicalBatchLoader(HostLoader):
             self._end()
             reset_accumulation(self.batch_sampler.optimizer)
             if self._draws is not None:
-                self._draws.leave_pass()
+                self._draws.leave_pass(self._number)
 
     def _end(self) -> None:
         optimizer: Any = self.batch_sampler.optimizer
@@ -199,7 +200,7 @@ class PhysicalBatchLoader(HostLoader):
         self, batches: Iterator[Any], signals: deque[bool], sizes: deque[int], own: object
     ) -> Iterator[Any]:
         optimizer: Any = self.batch_sampler.optimizer
-        draws, number = self._draws, None
+        draws, self._number = self._draws, None
         made_up = getattr(self.collate_fn, "rand_on_empty", False)
         if self._in_flight is None:
             self._in_flight = InFlight(optimizer)
@@ -212,7 +213,8 @@ class PhysicalBatchLoader(HostLoader):
                 do_skip, size = signals.popleft(), sizes.popleft()
                 optimizer.signal_skip_step(do_skip=do_skip)
                 if draws is not None:
-                    number = draws.deliver(max(size, int(made_up)), not do_skip, number)
+                    items = max(size, int(made_up))
+                    self._number = draws.deliver(items, not do_skip, self._number)
                 in_flight.deliver(batch)
                 yield batch
                 self._require(own)

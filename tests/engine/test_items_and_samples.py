@@ -236,6 +236,30 @@ def test_batches_of_two_passes_are_not_added_up(mode: str, poisson: bool) -> Non
     assert run[0].accountant.history == [(1.0, 1.0, 2)]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_look_at_a_part_is_no_batch(mode: str) -> None:
+    """Which items are in it depends on how many others were drawn."""
+    run = private(mode, N)
+    _, _, optimizer, _, loader = run
+    manager = BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    )
+    with manager as batches:
+        part = next(iter(batches))
+        with pytest.raises(RuntimeError, match="must not depend on one of them"):
+            step(run, part)
+        part = next(iter(batches))
+    with pytest.raises(RuntimeError, match="must not depend on one of them"):
+        step(run, part)
+    with manager as batches:
+        part = next(iter(batches))
+        for other in batches:
+            step(run, other)
+    step(run, next(iter(loader)))
+    step(run, (torch.randn(7, 4), torch.zeros(7, dtype=torch.int64)))  # from elsewhere
+    assert run[0].accountant.history == [(1.0, 1.0, 3)]
+
+
 @pytest.mark.parametrize("failing", [2, 4])
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", MODES)

@@ -46,6 +46,7 @@ class Draws:
         # takes steps
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
         self._parts: dict[int, int] = {}  # how many were delivered of logical batches
+        self._left = False  # whether what waits is of a pass that was left
         self._seen = 0
         self._used: list[int] = []  # logical batches of the parts in the step so far
 
@@ -66,7 +67,7 @@ class Draws:
         self._next_part = part if cycle is None else part % cycle
         if not whole:
             return
-        left = len(self._waiting)
+        left = 0 if self._left else len(self._waiting)
         self._waiting.clear()
         if left and self.part >= 0:
             raise RuntimeError(
@@ -85,6 +86,9 @@ class Draws:
         Returns:
             The same for the next part, ``None`` after the last.
         """
+        if self._left:
+            self._waiting.clear()
+            self._left = False
         if number is None:
             number, self._logical = self._logical, self._logical + 1
         self._waiting.append((items, number, self._next_part))
@@ -101,9 +105,15 @@ class Draws:
         while len(self._waiting) > count:
             self._waiting.popleft()
 
-    def leave_pass(self) -> None:
-        """The pass has been left early: what was delivered is not used, nor will the rest come."""
-        self._waiting.clear()
+    def leave_pass(self, number: int | None) -> None:
+        """The pass has been left early; steps of what was delivered of it are refused.
+
+        Args:
+            number: Of the logical batch whose rest will not come.
+        """
+        self._left = True
+        if number is not None:
+            self._parts[number] = 0
 
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
@@ -132,7 +142,7 @@ class Draws:
                 "BatchMemoryManager splits it where memory is short. "
                 "optimizer.reset_accumulation() drops what was added up"
             )
-        if place is None and final and seen and self._waiting:
+        if place is None and final and seen and self._waiting and not self._left:
             items = [items for items, _, _ in self._waiting]
             raise RuntimeError(
                 f"the data loader drew {items[-1]} items for this batch, but the step saw {seen} "
