@@ -48,9 +48,29 @@ def _look_at_all_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(stepping: Optimizer, *_: Any) -> None:
+def _before_step(stepping: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Look at the gradients that are there, and at those that a closure will form."""
     if torch.compiler.is_compiling() or getattr(stepping, "reads_samples", False):
-        return
+        return None
+    _look(stepping)
+    own, *given = args
+    if given and given[0] is not None:
+        return (own, _looked_at(given[0], stepping), *given[1:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _looked_at(kwargs["closure"], stepping)}
+    return None
+
+
+def _looked_at(closure: Callable[[], Any], stepping: Optimizer) -> Callable[[], Any]:
+    def looked_at() -> Any:
+        loss = closure()
+        _look(stepping)
+        return loss
+
+    return looked_at
+
+
+def _look(stepping: Optimizer) -> None:
     for private in list(_GUARDED):
         if stepping is not private and private.listed is None:
             _refuse(private, stepping)

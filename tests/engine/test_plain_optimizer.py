@@ -86,6 +86,35 @@ def test_an_optimizer_that_was_built_later(mode: str) -> None:
     later.step()
 
 
+@pytest.mark.parametrize("as_keyword", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_a_closure_forms(mode: str, as_keyword: bool) -> None:
+    """Lightning steps so: one that was given the plain optimizer would train without noise."""
+    model = nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = private(plain, model, mode)
+    later = torch.optim.SGD(model.parameters(), lr=0.1)
+    public = nn.Linear(2, 2)
+    elsewhere = torch.optim.SGD(public.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+
+    def closure() -> float:
+        backward(made)
+        return 2.0
+
+    how: Any = ((), {"closure": closure}) if as_keyword else ((closure,), {})
+    for optimizer in (plain, later):
+        made[1].zero_grad()
+        with pytest.raises(RuntimeError, match="not private"):
+            optimizer.step(*how[0], **how[1])
+        assert torch.equal(model.weight, before)
+    made[1].zero_grad()
+    assert elsewhere.step(*how[0], **how[1]) == 2.0
+    made[1].zero_grad()
+    assert made[1].step(*how[0], **how[1]) == 2.0
+    assert not torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_gradient_of_a_physical_batch_is_left(mode: str) -> None:
     """Not for the plain optimizer, nor for others: it is neither clipped nor noised."""
