@@ -54,9 +54,9 @@ def _before_step(stepping: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     _look(stepping)
     own, *given = args
-    if given and given[0] is not None:
+    if given and callable(given[0]):
         return (own, _looked_at(given[0], stepping), *given[1:]), kwargs
-    if kwargs.get("closure") is not None:
+    if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _looked_at(kwargs["closure"], stepping)}
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -84,6 +85,27 @@ def test_an_optimizer_that_was_built_later(mode: str) -> None:
     del made  # nothing private is left
     model.weight.grad = torch.ones_like(model.weight)
     later.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_private_optimizer_that_nobody_holds(mode: str) -> None:
+    """The gradients are the model's: as long as that is private, no other optimizer steps."""
+    model = nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper, _, criterion, loader = private(plain, model, mode)
+    del _
+    gc.collect()
+    before = model.weight.detach().clone()
+    backward((wrapper, None, criterion, loader))
+    with pytest.raises(RuntimeError, match="plain optimizer"):
+        plain.step()
+    assert torch.equal(model.weight, before)
+    public = wrapper.to_standard_module()
+    del wrapper, criterion
+    gc.collect()
+    public.weight.grad = torch.ones_like(before)
+    plain.step()
+    assert torch.equal(model.weight, before - 0.1)
 
 
 @pytest.mark.parametrize("as_keyword", [True, False])

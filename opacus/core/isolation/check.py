@@ -124,7 +124,11 @@ class Isolation:
 
     Attributes:
         pending: Forward passes that will be checked before the step.
+        optimizer: The private optimizer, which lives as long as the model is private: it keeps
+            others from steps with the model's gradients.
     """
+
+    optimizer: Any = None
 
     _warned: ClassVar[bool] = False  # that the check is off
 
@@ -426,4 +430,5 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_call": None, "pending": []}
+        lost: dict[str, Any] = {"_watch": None, "_call": None, "optimizer": None}
+        return {**self.__dict__, **lost, "pending": []}
