@@ -124,12 +124,9 @@ class Isolation:
 
     Attributes:
         pending: Forward passes that will be checked before the step.
-        optimizer: The private optimizer, which lives as long as the model is private: it keeps
-            others from steps with the model's gradients.
     """
 
-    optimizer: Any = None
-
+    optimizer: Any = None  # the private one, alive as long as its model: it keeps others from steps
     _warned: ClassVar[bool] = False  # that the check is off
 
     def __init__(
@@ -415,8 +412,7 @@ class Isolation:
         return self._real_runs(watch)
 
     def _real_runs(self, watch: Watch) -> WatchedRuns:
-        kind = WatchedRuns if watch.tokens is None else TokenRuns
-        return kind(self.model, watch)
+        return (WatchedRuns if watch.tokens is None else TokenRuns)(self.model, watch)
 
     def _any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
@@ -430,5 +426,4 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        lost: dict[str, Any] = {"_watch": None, "_call": None, "optimizer": None}
-        return {**self.__dict__, **lost, "pending": []}
+        return {**self.__dict__, "_watch": None, "_call": None, "optimizer": None, "pending": []}
