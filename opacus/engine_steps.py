@@ -186,6 +186,8 @@ class EngineSteps(EngineCheckpoints):
         """Let model, optimizer, loader and accountant know of each other."""
         model.hold_only(p for group in optimizer.param_groups for p in group["params"])
         optimizer.isolation = model.isolation
+        if model.isolation is not None:
+            model.isolation.optimizer = optimizer
         self._prepare_noise(optimizer, settings.module)
         optimizer._parallelism.grid = settings.release_grid
         if settings.correlated_noise is not None:

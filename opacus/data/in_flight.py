@@ -29,11 +29,10 @@ class InFlight:
 
     Args:
         optimizer: The private optimizer.
-        draws: Of the Poisson sampler of the logical batches, or `None`.
     """
 
-    def __init__(self, optimizer: Any, draws: Any) -> None:
-        self._optimizer, self._draws = optimizer, draws
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self._ahead: int | None = None  # how many the loop fetches before it works on one
         self._delivered = 0
         self._tensors: list[list[Tensor]] = []  # of the batches delivered, until that is known
@@ -61,11 +60,7 @@ class InFlight:
             self._tensors.append(tensors_of(batch))
 
     def fetch(self) -> None:
-        """The loop asks for another batch: forget those that it has left without a step.
-
-        Raises:
-            RuntimeError: One was the last of a logical batch.
-        """
+        """The loop asks for another batch: forget those that it has left without a step."""
         waiting, cleared = self._waiting, getattr(self._optimizer, "_cleared_since_signal", False)
         if len(waiting) < self._delivered:  # a step has been taken in this pass
             if self._ahead is None or len(waiting) < self._ahead:
@@ -99,25 +94,12 @@ class InFlight:
 
     def _leave(self, count: int) -> None:
         """The oldest of the batches that wait were left."""
-        waiting = self._waiting
         for _ in range(count):
-            if not waiting[0]:
-                raise RuntimeError(
-                    "the last physical batch of a logical batch was left without its "
-                    "optimizer.step(), so the logical batch was not released, and its sums would "
-                    "get into the next one. Call optimizer.step() after each physical batch; to "
-                    "drop a whole logical batch, call optimizer.reset_accumulation() instead"
-                )
             logger.warning(
                 "A physical batch was left without optimizer.step(): nothing of its logical batch "
                 "will be released. Whether its other samples take part must not depend on one."
             )
-            lose = getattr(self._optimizer, "lose_part", None)
-            if lose is not None:
-                lose()
-            waiting.pop(0)
-            if self._draws is not None:
-                self._draws.keep_latest(len(waiting))
+            self._optimizer.leave_part()
 
     def _listen(self, wanted: bool = True) -> None:
         """Let the model tell what it is given, if it can and that is not known."""

@@ -140,6 +140,8 @@ class AbstractGradSampleHooks(ABC):
         try:
             self.remove_hooks()
         finally:
+            if self.isolation is not None:
+                self.isolation.optimizer = None
             for parameter in self._module.parameters():
                 for attribute in OPACUS_PARAM_MONKEYPATCH_ATTRS:
                     if hasattr(parameter, attribute):

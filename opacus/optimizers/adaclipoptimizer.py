@@ -74,9 +74,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         self.max_clipbound = max_clipbound
         self.min_clipbound = min_clipbound
         self.unclipped_num_std = unclipped_num_std
-        self.sample_size = 0
-        self.unclipped_num: float = 0
-        self._count = 0.0
+        self._forget_counts()
 
     def _clip(self, used: list[nn.Parameter], samples: list[Tensor]) -> list[Clipped]:
         clipped = super()._clip(used, samples)
@@ -96,7 +94,7 @@ class AdaClipDPOptimizer(DPOptimizer):
             self._count, self.unclipped_num_std, batch, self._parallelism, device
         )
         self.max_grad_norm = self._quantile.update(self.max_grad_norm, fraction)
-        self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0
+        self._forget_counts()
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the wrapped optimizer's step; then C for the next one."""
@@ -105,17 +103,9 @@ class AdaClipDPOptimizer(DPOptimizer):
             self.update_max_grad_norm()
         return full
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clear gradients, and after a real step the counts.
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._forget_counts()
 
-        Args:
-            set_to_none: Set ``p.grad`` to ``None`` rather than to zero.
-        """
-        super().zero_grad(set_to_none)
-        if not self._is_last_step_skipped:
-            self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0
-
-    def reset_accumulation(self) -> None:
-        """Forget queued skip signals, partial sums and counts of an unfinished logical batch."""
-        super().reset_accumulation()
+    def _forget_counts(self) -> None:
         self.sample_size, self.unclipped_num, self._count = 0, 0, 0.0

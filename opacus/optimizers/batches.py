@@ -24,7 +24,7 @@ class PhysicalBatches:
 
     params: list[nn.Parameter]
     _parallelism: Single
-    _forget_clipping_norm: Callable[[], None]
+    _forget_step: Callable[[], None]
     _scaled: ScaledStep = NO_SCALER
     _overflowed = False  # in any physical batch since the last real step
     _is_last_step_skipped = False
@@ -66,10 +66,8 @@ class PhysicalBatches:
 
     def is_physical(self) -> bool:
         """Whether this was signalled to be a physical batch that others follow."""
-        if not self._check_skip_next_step():
-            return False
-        self._is_last_step_skipped = True
-        return True
+        self._is_last_step_skipped = more = self._check_skip_next_step()
+        return more
 
     def overflowed_anywhere(self) -> bool:
         """Whether a batch of this step overflowed, the same answer on every rank."""
@@ -85,6 +83,6 @@ class PhysicalBatches:
         self._parallelism.skip_noise()
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
+        self._overflowed = False
+        self._forget_step()
         self.call_step_hooks()
-        self._overflowed = self._is_last_step_skipped = False
-        self._forget_clipping_norm()

@@ -186,9 +186,8 @@ class DPOptimizer(
         check_rows(samples)
         clipped = self._clip(used, samples)
         scale = self._scaled.scale
-        if not self._check_skip_next_step(pop_next=False):
-            for parameter in used:  # the noised gradient is next; that of autograd takes memory
-                parameter.grad = None
+        for parameter in used:  # it is not clipped, and takes memory: the noised one is next
+            parameter.grad = None
         self._accumulate(used, [*weighted_sums(clipped, samples)], scale)
         _mark_as_processed(_tensors_of(used))
         if clipped:
@@ -213,8 +212,11 @@ class DPOptimizer(
 
     def _discard(self) -> None:
         """Use up the per-sample gradients of a batch that overflowed."""
-        tensors = _tensors_of(self._used_parameters())
+        used = self._used_parameters()
+        tensors = _tensors_of(used)
         _check_processed_flag(tensors)
+        for parameter in used:
+            parameter.grad = None
         _mark_as_processed(tensors)
 
     def _accumulate(
@@ -245,7 +247,6 @@ class DPOptimizer(
         """
         if not release(self):
             return False
-        self._is_last_step_skipped = False
         mark_processed(*[p.grad for p in self.params if p.grad is not None])  # released by now
         return True
 
@@ -258,7 +259,6 @@ class DPOptimizer(
             self.add_noise()
             self._count_step(entries)
         except BaseException:
-            self._is_last_step_skipped = False
             self.zero_grad(set_to_none=True)
             raise
         finally:

@@ -28,6 +28,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
             neither ``p.grad`` nor ``p.summed_grad``. The same on all ranks.
     """
 
+    reads_samples = False
     reduce_once = True
     _unreduced: Unreduced | None = None
 
@@ -89,9 +90,9 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         return self.reduce_once and self._check_skip_next_step(pop_next=False)
 
     @property
-    def holds_sums(self) -> bool:
+    def unreleased(self) -> list[nn.Parameter]:
         """See :class:`opacus.optimizers.wrapped.WrappedOptimizer`."""
-        return self.clipped_batches > 0
+        return self.params if self.clipped_batches else []
 
     @property
     def _waits(self) -> bool:
@@ -190,6 +191,12 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "and call backward() on its loss. The backward() of an ordinary loss clips "
                 "nothing, so it leaves no gradient in ghost modes; nor does one that has failed. A "
                 "second step() needs another backward()"
+            )
+        if not self.expects_criterion and self._recorded():
+            raise RuntimeError(
+                f"{type(self).__name__} takes p.grad for sums that were clipped in the backward "
+                "pass, but this model leaves per-sample gradients, and p.grad is not clipped: use "
+                "DPOptimizer with GradSampleModule"
             )
         if (self._loss_scale or 1.0) != self._scaled.scale:
             self._refuse_scale(f"step() divides by {self._scaled.scale}, but gradients have")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from opacus.core.privacy.gradients import is_processed
 class PerSampleGradients:
     """Reads ``p.grad_sample`` of the parameters of an optimizer."""
 
+    reads_samples: ClassVar[bool] = True  # a step leaves out what is in ``p.grad``
     params: list[nn.Parameter]  # those that are trained
 
     def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
@@ -59,6 +62,17 @@ class PerSampleGradients:
                 f"Number of accumulated steps is inconsistent across parameters: {sorted(counts)}"
             )
         return counts.pop() if counts else 1
+
+    @property
+    def unreleased(self) -> list[nn.Parameter]:
+        """See :class:`opacus.optimizers.wrapped.WrappedOptimizer`."""
+        return self._recorded()
+
+    def _recorded(self) -> list[nn.Parameter]:
+        """Parameters with per-sample gradients that no step has used."""
+        samples = [(p, getattr(p, "grad_sample", None)) for p in self.params]
+        each = [(p, s if isinstance(s, list) else [s]) for p, s in samples if s is not None]
+        return [p for p, tensors in each if not all(map(is_processed, tensors))]
 
     def _used_parameters(self) -> list[nn.Parameter]:
         """Parameters with per-sample gradients; the others took no part in the batch.

@@ -74,6 +74,8 @@ class CheckedOptimizer:
         if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
             self.votes = Votes(ranks_holding(self.params))
 
+    # Stands for the pass over a loader of physical batches that is under way.
+    physical_pass: object | None = None
     # Whether a part of the logical batch was left out or refused.
     _part_is_lost = False
     _step_skip_queue: list[bool]
@@ -104,6 +106,12 @@ class CheckedOptimizer:
             RuntimeError: Another rank refuses its batch, or its backward pass has failed. After
                 any error nothing of the step is left, on all ranks.
         """
+        if self.physical_pass is not None and not self._step_skip_queue:
+            raise RuntimeError(
+                "step() was called without a batch that the loader of BatchMemoryManager has given "
+                "for it: each of those is one step, also after an error. Nothing was changed; take "
+                "steps of other batches before that loader's pass, or after it"
+            )
         if not self.expects_criterion:  # whose backward pass is where a batch begins
             self.begin_batch()
         try:
@@ -159,26 +167,30 @@ class CheckedOptimizer:
 
     def _drop_batch(self) -> None:
         """Nothing of the step is left, as after ``zero_grad()``; signals of later batches are."""
-        lost, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
-        if self._step_skip_queue and self._draws is not None:  # one signal for each batch
-            self._draws.keep_latest(len(signals))
         if self.isolation is not None:
             self.isolation.recorder.unfinished.forget()
-        self.reset_accumulation()
+        self._lose_part()
         self.zero_grad(set_to_none=True)
-        self._step_skip_queue[:] = signals
-        self._part_is_lost = lost
 
-    def lose_part(self) -> None:
+    def leave_part(self) -> None:
         """A physical batch was left without its step: nothing of its logical batch is released.
 
         On all ranks, which else would wait for its vote and take that on the next one for it.
         """
-        self._part_is_lost = True
+        self._lose_part()
         if self.votes is not None:
             self.votes.refuse("the training loop has left out a physical batch")
             if self.isolation is not None:
                 self.isolation.recorder.unfinished.tell()
+
+    def _lose_part(self) -> None:
+        """Drop the sums of a logical batch, and what is still to come of it."""
+        more, signals = self._check_skip_next_step(pop_next=False), self._step_skip_queue[1:]
+        if self._step_skip_queue and self._draws is not None:  # one signal for each batch
+            self._draws.keep_latest(len(signals))
+        self.reset_accumulation()
+        self._step_skip_queue[:] = signals
+        self._part_is_lost = more
 
     def agree(self) -> None:
         """Before ranks communicate in a backward pass: all come to that, or all raise.

@@ -21,7 +21,7 @@ class Guarded(Protocol):
     original_optimizer: Optimizer
     params: list[nn.Parameter]
     listed: list[nn.Parameter] | None  # while its own step runs; gradients may share memory then
-    holds_sums: bool  # ``p.grad`` holds sums without noise
+    unreleased: list[nn.Parameter]  # whose ``p.grad`` is of private samples, without noise
 
     __hash__: Callable[[], int]  # type: ignore[assignment]
 
@@ -48,9 +48,29 @@ def _look_at_all_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(stepping: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _before_step(stepping: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Look at the gradients that are there, and at those that a closure will form."""
+    if torch.compiler.is_compiling() or getattr(stepping, "reads_samples", False):
+        return None
+    _look(stepping)
+    own, *given = args
+    if given and callable(given[0]):
+        return (own, _looked_at(given[0], stepping), *given[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _looked_at(kwargs["closure"], stepping)}
+    return None
+
+
+def _looked_at(closure: Callable[[], Any], stepping: Optimizer) -> Callable[[], Any]:
+    def looked_at() -> Any:
+        loss = closure()
+        _look(stepping)
+        return loss
+
+    return looked_at
+
+
+def _look(stepping: Optimizer) -> None:
     for private in list(_GUARDED):
         if stepping is not private and private.listed is None:
             _refuse(private, stepping)
@@ -68,16 +88,17 @@ def _refuse(private: Guarded, stepping: Optimizer) -> None:
         RuntimeError: ``stepping`` would use some that are not.
     """
     own = any(part is stepping for part in _plain(private))
-    if not (own or private.holds_sums):
+    held = private.params if own else private.unreleased
+    if not held:
         return
     taken = {id(p) for group in stepping.param_groups for p in group["params"]}
-    fresh = unprocessed([p.grad for p in private.params if own or id(p) in taken])
+    fresh = unprocessed([p.grad for p in held if own or id(p) in taken])
     # torch.distributed.checkpoint steps with zeros, to make a state.
     if any(grad is not None and bool((local_of(grad) != 0).any()) for grad in fresh):
         which = "the plain optimizer" if own else f"another optimizer ({type(stepping).__name__})"
         raise RuntimeError(
             f"step() of {which} was called with gradients that are not private: nothing would be "
             "noised or counted. Call step() of the optimizer that make_private returned; for "
-            "steps on public data, build another optimizer and clear the gradients of the "
-            "private one first (its zero_grad())"
+            "steps on public data, build another optimizer, clear the gradients of the private "
+            "one first (its zero_grad()), and run the model after its disable_hooks()"
         )

@@ -20,9 +20,9 @@ class WrappedOptimizer(Optimizer):
     _resumed = False  # a state of steps was loaded since the latest step
 
     @property
-    def holds_sums(self) -> bool:
-        """Whether ``p.grad`` holds clipped sums that have no noise yet."""
-        return False
+    def unreleased(self) -> list[nn.Parameter]:
+        """Parameters whose ``p.grad`` is of private samples, and has no noise yet."""
+        raise NotImplementedError
 
     param_groups = Delegated[list[dict[str, Any]]]("original_optimizer")
     state = Delegated[defaultdict[Tensor, Any]]("original_optimizer")

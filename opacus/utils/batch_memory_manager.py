@@ -148,33 +148,48 @@ def _as_list(batch: Any) -> list[int]:
 class PhysicalBatchLoader(HostLoader):
     """Signals to the optimizer when it delivers a batch, however far workers have prefetched.
 
-    One pass over the loader is live at a time. A pass that is left early (break, an exception, the
-    start of another pass) takes with it what the optimizer has gathered of the unfinished logical
-    batch.
+    Of the loaders of an optimizer one pass is live at a time. A pass that is left early (break, an
+    exception, the start of another pass) takes with it what the optimizer has gathered of the
+    unfinished logical batch.
     """
 
     batch_sampler: BatchSplittingSampler
-    _live: object | None = None  # stands for the pass that is under way
+    _latest: object | None = None  # stands for the latest pass; see the optimizer's physical_pass
     _in_flight: InFlight | None = None
+    _number: int | None = None  # of the logical batch that is under way
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.abandon()
+        self._abandon()
         signals: deque[bool] = deque()
         self._sizes = sizes = deque()
         with self.batch_sampler.signalling_to(signals.append):
             batches = super().__iter__()
-        self._live = live = object()
-        return self._deliver(batches, signals, sizes, live)
+        optimizer: Any = self.batch_sampler.optimizer
+        self._latest = optimizer.physical_pass = object()
+        return self._deliver(batches, signals, sizes, self._latest)
 
     def abandon(self) -> None:
-        """Ends the pass under way, if there is one."""
+        """Ends the pass under way, if there is one and it is over this loader."""
+        if self._latest is not None and self._live is self._latest:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Ends the pass under way over any loader of the optimizer."""
         if self._live is not None:
-            self._live = None
-            if self._in_flight is not None:
-                self._in_flight.end()
+            self._end()
             reset_accumulation(self.batch_sampler.optimizer)
             if self._draws is not None:
-                self._draws.leave_pass()
+                self._draws.leave_pass(self._number)
+
+    def _end(self) -> None:
+        optimizer: Any = self.batch_sampler.optimizer
+        optimizer.physical_pass = None
+        if self._in_flight is not None:
+            self._in_flight.end()
+
+    @property
+    def _live(self) -> object | None:
+        return getattr(self.batch_sampler.optimizer, "physical_pass", None)
 
     @property
     def _draws(self) -> Any:
@@ -182,35 +197,35 @@ class PhysicalBatchLoader(HostLoader):
         return getattr(self.batch_sampler.sampler, "draws", None)
 
     def _deliver(
-        self, batches: Iterator[Any], signals: deque[bool], sizes: deque[int], live: object
+        self, batches: Iterator[Any], signals: deque[bool], sizes: deque[int], own: object
     ) -> Iterator[Any]:
         optimizer: Any = self.batch_sampler.optimizer
-        draws = self._draws
+        draws, self._number = self._draws, None
         made_up = getattr(self.collate_fn, "rand_on_empty", False)
         if self._in_flight is None:
-            self._in_flight = InFlight(optimizer, draws)
+            self._in_flight = InFlight(optimizer)
         in_flight = self._in_flight
         in_flight.begin()
         try:
             for batch in batches:
-                self._require(live)
+                self._require(own)
                 in_flight.fetch()
                 do_skip, size = signals.popleft(), sizes.popleft()
                 optimizer.signal_skip_step(do_skip=do_skip)
                 if draws is not None:
-                    draws.deliver(max(size, int(made_up)), last=not do_skip)
+                    items = max(size, int(made_up))
+                    self._number = draws.deliver(items, not do_skip, self._number)
                 in_flight.deliver(batch)
                 yield batch
-                self._require(live)
+                self._require(own)
             in_flight.fetch()
-            in_flight.end()
-            self._live = None
+            self._end()
         finally:
-            if self._live is live:
-                self.abandon()
+            if self._live is own:
+                self._abandon()
 
-    def _require(self, live: object) -> None:
-        if self._live is not live:
+    def _require(self, own: object) -> None:
+        if self._live is not own:
             raise RuntimeError(
                 "this pass over the data loader has ended: another one was started, or the "
                 "BatchMemoryManager was left. Iterate over the loader once at a time"

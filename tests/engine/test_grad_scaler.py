@@ -228,6 +228,21 @@ def test_an_overflow_in_one_physical_batch_skips_the_logical_one(mode: str) -> N
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def test_a_skipped_step_leaves_nothing_to_be_counted_by_adaptive_clipping() -> None:
+    """Its samples may come again in the next one, and would count twice."""
+    how = {"clipping": "adaptive", "unclipped_num_std": 5.0}
+    model, optimizer, loss_fn, _, engine = engine_run("hooks", poisson_sampling=False, **how)
+    amp, seen = scaler(), []
+    for i in range(4):
+        optimizer.signal_skip_step(i % 2 == 0)
+        inputs, targets = batch()
+        amp.scale(loss_fn(model(inputs), targets) * (1e38 if i == 1 else 1.0)).backward()
+        amp.step(optimizer)
+        seen.append(optimizer.sample_size)
+        amp.update()
+    assert seen == [B, 0, B, 0] and len(engine.accountant) == 2
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_an_empty_batch_is_a_step_of_noise(mode: str) -> None:
     model, optimizer, loss_fn, _, engine = engine_run(mode)

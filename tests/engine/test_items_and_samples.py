@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
-from opacus.core.privacy.draws import Draws
+from opacus.core.privacy.draws import MOST_WAITING, Draws
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 MODES = ["hooks", "ghost", "ghost_bk"]
@@ -154,6 +155,7 @@ def physical(
                 k += 1
                 optimizer.zero_grad()
                 if leave(k):
+                    parts.clear()
                     continue
                 parts.append(len(x))
                 try:
@@ -199,10 +201,89 @@ def test_nothing_is_released_of_a_batch_of_which_a_part_is_missing(
         assert len(refusals) == (2 if failing == 2 else 1)  # the last part ends its batch
         refusals.clear()
     assert run[0].accountant.history == [(1.0, 1.0, 6)]
-    with pytest.raises(RuntimeError, match="last physical batch of a logical batch was left"):
-        physical(run, lambda k: k == 5, refusals)
-    assert physical(run, lambda k: False, refusals) == [whole] * 2  # the left one is forgotten
-    assert run[0].accountant.history == [(1.0, 1.0, 8)]
+    assert physical(run, lambda k: k == 5, refusals) == [whole]  # no step() of it is to come
+    assert not refusals
+    assert physical(run, lambda k: False, refusals) == [whole] * 2
+    assert run[0].accountant.history == [(1.0, 1.0, 9)]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_of_two_passes_are_not_added_up(mode: str, poisson: bool) -> None:
+    """Logical batches of two passes at once may have samples in common."""
+    run = private(mode, N, poisson)
+    _, _, optimizer, _, loader = run
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    ) as batches:
+        parts = iter(batches)
+        step(run, next(parts))
+        other = next(iter(loader))  # a look, without a step, is fine
+        with pytest.raises(RuntimeError, match="without a batch that the loader"):
+            step(run, other)
+        step(run, next(parts))
+        assert run[0].accountant.history == [(1.0, 1.0, 1)]
+        parts = iter(batches)
+        step(run, next(parts))
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+        ) as others:
+            newer = iter(others)
+            step(run, next(newer))
+            with pytest.raises(RuntimeError, match="this pass over the data loader has ended"):
+                next(parts)
+    step(run, other)
+    assert run[0].accountant.history == [(1.0, 1.0, 2)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_look_at_a_part_is_no_batch(mode: str) -> None:
+    """Which items are in it depends on how many others were drawn."""
+    run = private(mode, N)
+    _, _, optimizer, _, loader = run
+    manager = BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    )
+    with manager as batches:
+        part = next(iter(batches))
+        with pytest.raises(RuntimeError, match="must not depend on one of them"):
+            step(run, part)
+        part = next(iter(batches))
+    with pytest.raises(RuntimeError, match="must not depend on one of them"):
+        step(run, part)
+    with manager as batches:
+        part = next(iter(batches))
+        for other in batches:
+            step(run, other)
+    step(run, next(iter(loader)))
+    step(run, (torch.randn(7, 4), torch.zeros(7, dtype=torch.int64)))  # from elsewhere
+    assert run[0].accountant.history == [(1.0, 1.0, 3)]
+
+
+@pytest.mark.parametrize("failing", [2, 4])
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_part_is_not_tried_again(mode: str, poisson: bool, failing: int) -> None:
+    """A loop that catches errors: what it releases must not depend on which part has failed."""
+    run, refusals = private(mode, N, poisson), []
+    _, _, optimizer, _, loader = run
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=6, optimizer=optimizer
+    ) as batches:
+        for k, batch in enumerate(chain(batches, batches)):
+            if k + 1 == failing:
+                raise_in_step(optimizer)
+            for _ in range(4):
+                try:
+                    step(run, batch)
+                    break
+                except RuntimeError as error:
+                    refusals.append(str(error))
+    assert run[0].accountant.history == [(1.0, 1.0, 1)]
+    assert [text[:23] for text in refusals[:3]] == [
+        "this batch is refused",
+        *2 * ["step() was called witho"],
+    ]
 
 
 @pytest.mark.parametrize("poisson", [True, False])
@@ -343,8 +424,8 @@ def test_draws_of_an_empty_batch_and_of_parts() -> None:
     draws = Draws()
     draws.deliver(0)
     draws.check(0, final=True)
-    draws.deliver(3, last=False)
-    draws.deliver(2)
+    number = draws.deliver(3, last=False)
+    assert draws.deliver(2, number=number) is None
     draws.check(3, final=False)
     draws.check(2, final=True)
     draws.deliver(3)
@@ -366,3 +447,13 @@ def test_losses_of_batches_of_other_sizes_are_not_added(caplog: pytest.LogCaptur
     _, model, _, criterion, _ = private("hooks")
     sum(criterion(model(torch.randn(3, 4)), torch.zeros(3).long()) for _ in range(2)).backward()
     assert "Losses of several forward passes" in caplog.text
+
+
+def test_passes_without_steps_hold_no_more_memory() -> None:
+    """Such as an evaluation over the private loader."""
+    draws = Draws()
+    for _ in range(3 * MOST_WAITING):
+        draws.deliver(1)
+    assert all(
+        len(held) <= MOST_WAITING for held in vars(draws).values() if hasattr(held, "__len__")
+    )

@@ -181,6 +181,23 @@ def test_an_unfinished_batch_is_not_counted_by_adaptive_clipping() -> None:
     assert (optimizer.sample_size, optimizer.unclipped_num, optimizer._count) == (0, 0, 0.0)
 
 
+def test_a_hook_that_fails_leaves_no_samples_to_be_counted_by_adaptive_clipping() -> None:
+    model, optimizer, loss_fn = private(
+        "mlp", "hooks", 0.5, clipping="adaptive", unclipped_num_std=1.0
+    )
+    optimizer.attach_step_hook(lambda _: 1 / 0)
+    inputs, targets = PROBLEMS["mlp"].batch(B)
+    with pytest.raises(ZeroDivisionError):
+        for more in (True, False):
+            optimizer.signal_skip_step(more)
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.sample_size == 2 * B
+    optimizer.zero_grad()
+    assert (optimizer.sample_size, optimizer.unclipped_num, optimizer._count) == (0, 0, 0.0)
+
+
 def test_the_step_that_takes_every_sample_twice_is_refused() -> None:
     """Two backward passes over batches that are the whole data set."""
     model = build("mlp")
@@ -198,15 +215,17 @@ def test_the_step_that_takes_every_sample_twice_is_refused() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_gradients_of_physical_batches_never_cleared() -> None:
-    """Also before the first real step: a physical batch is cleared like any other."""
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_gradients_of_physical_batches_never_cleared(mode: str) -> None:
+    """What a physical batch has left is in the sum already, and is replaced."""
     inputs, targets = PROBLEMS["mlp"].batch(B)
-    model, optimizer, loss_fn = private("mlp", "hooks", 0.5)
-    with pytest.raises(ValueError, match="zero_grad"):
-        for _ in range(2):
-            optimizer.signal_skip_step(do_skip=True)
-            loss_fn(model(inputs), targets).backward()
-            optimizer.step()
+    want, _ = oracle("mlp", inputs, targets, 0.5)
+    model, optimizer, loss_fn = private("mlp", mode, 0.5)
+    for more in (True, False):
+        optimizer.signal_skip_step(do_skip=more)
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+    assert_close([p.grad for p in trainable(model._module)], [2 * w / B for w in want])
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])

@@ -126,6 +126,7 @@ class Isolation:
         pending: Forward passes that will be checked before the step.
     """
 
+    optimizer: Any = None  # the private one, alive as long as its model: it keeps others from steps
     _warned: ClassVar[bool] = False  # that the check is off
 
     def __init__(
@@ -411,8 +412,7 @@ class Isolation:
         return self._real_runs(watch)
 
     def _real_runs(self, watch: Watch) -> WatchedRuns:
-        kind = WatchedRuns if watch.tokens is None else TokenRuns
-        return kind(self.model, watch)
+        return (WatchedRuns if watch.tokens is None else TokenRuns)(self.model, watch)
 
     def _any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
@@ -426,4 +426,4 @@ class Isolation:
             warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_call": None, "pending": []}
+        return {**self.__dict__, "_watch": None, "_call": None, "optimizer": None, "pending": []}

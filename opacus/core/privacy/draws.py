@@ -41,11 +41,12 @@ class Draws:
         self.part = -1
         self._next_part = 0
         self._cycle: int | None = None
-        self._logical = 0
+        self._logical = 0  # number of the next logical batch
         # (items, numbers of the logical batch: of all, and in its pass); the oldest go where nobody
         # takes steps
         self._waiting: deque[tuple[int, int, int]] = deque(maxlen=MOST_WAITING)
         self._parts: dict[int, int] = {}  # how many were delivered of logical batches
+        self._left = False  # whether what waits is of a pass that was left
         self._seen = 0
         self._used: list[int] = []  # logical batches of the parts in the step so far
 
@@ -66,7 +67,7 @@ class Draws:
         self._next_part = part if cycle is None else part % cycle
         if not whole:
             return
-        left = len(self._waiting)
+        left = 0 if self._left else len(self._waiting)
         self._waiting.clear()
         if left and self.part >= 0:
             raise RuntimeError(
@@ -74,29 +75,45 @@ class Draws:
                 "noise each batch of the private loader must be followed by optimizer.step()"
             )
 
-    def deliver(self, items: int, last: bool = True) -> None:
+    def deliver(self, items: int, last: bool = True, number: int | None = None) -> int | None:
         """A batch of so many items goes to the training loop.
 
         Args:
             items: Number of samples that it must have.
             last: Whether it is the last part of its logical batch.
+            number: Of that, if a part of it was delivered before.
+
+        Returns:
+            The same for the next part, ``None`` after the last.
         """
-        self._waiting.append((items, self._logical, self._next_part))
-        self._parts[self._logical] = self._parts.get(self._logical, 0) + 1
-        self._logical += last
+        if self._left:
+            self._waiting.clear()
+            self._left = False
+        if number is None:
+            number, self._logical = self._logical, self._logical + 1
+        self._waiting.append((items, number, self._next_part))
+        self._parts[number] = self._parts.get(number, 0) + 1
+        if len(self._parts) > MOST_WAITING:
+            del self._parts[next(iter(self._parts))]
         self._next_part += last
         if self._cycle is not None:
             self._next_part %= self._cycle
+        return None if last else number
 
     def keep_latest(self, count: int) -> None:
         """No step will be taken with batches before the latest `count`: left out, or refused."""
         while len(self._waiting) > count:
             self._waiting.popleft()
 
-    def leave_pass(self) -> None:
-        """The pass has been left early: what was delivered is not used, nor will the rest come."""
-        self._waiting.clear()
-        self._logical += bool(self._parts.pop(self._logical, 0))
+    def leave_pass(self, number: int | None) -> None:
+        """The pass has been left early; steps of what was delivered of it are refused.
+
+        Args:
+            number: Of the logical batch whose rest will not come.
+        """
+        self._left = True
+        if number is not None:
+            self._parts[number] = 0
 
     def forget(self) -> None:
         """The step is not finished: what it has seen is dropped, delivered batches remain."""
@@ -125,7 +142,7 @@ class Draws:
                 "BatchMemoryManager splits it where memory is short. "
                 "optimizer.reset_accumulation() drops what was added up"
             )
-        if place is None and final and seen and self._waiting:
+        if place is None and final and seen and self._waiting and not self._left:
             items = [items for items, _, _ in self._waiting]
             raise RuntimeError(
                 f"the data loader drew {items[-1]} items for this batch, but the step saw {seen} "
