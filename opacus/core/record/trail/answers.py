@@ -46,6 +46,7 @@ class Answer:
         doubtful: Whether the latest one took another course than those before.
         waits: Whether trained layers may still not have run in a pass that was followed.
         placed: In how many operations a mask puts elements into rows; these are looked at.
+        joined: How many put parts of a tensor together, ``None`` if there are no units' among them.
     """
 
     uses: Uses | None = None
@@ -55,6 +56,7 @@ class Answer:
     doubtful: bool = False
     waits: bool = True
     placed: int = 0
+    joined: int | None = None
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
@@ -100,7 +102,7 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
         self._unfollowed: Answer | None = None  # what the running pass relies on
-        self._masks: PlacedRows | None = None  # where masks are looked at in it
+        self._looks: PlacedRows | None = None  # at masks, and at what is joined
         self._latest: Answer | None = None  # what the latest one did, or has led to
         self._default: Answer | None = None  # of structures of which nothing is remembered
 
@@ -149,13 +151,17 @@ class Follower:
         elif not can_follow():
             return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
+        self._look_on(masks=False)
         self._trail.__enter__()
         return True
 
     def _look_at_masks(self, answer: Answer, can_follow: Callable[[], bool]) -> None:
-        if answer.placed and can_follow():
-            self._masks = PlacedRows(self._count)
-            self._masks.__enter__()
+        if (answer.placed or answer.joined) and can_follow():
+            self._look_on(masks=True)
+
+    def _look_on(self, *, masks: bool) -> None:
+        self._looks = PlacedRows(self._count, masks=masks)
+        self._looks.__enter__()
 
     @property
     def structure(self) -> Any:
@@ -181,19 +187,22 @@ class Follower:
         trail, found = self._trail, self._found
         unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
-        masks, self._masks = self._masks, None
-        if masks is not None:
-            masks.__exit__(None, None, None)
+        looks, self._looks = self._looks, None
+        if looks is not None:
+            looks.__exit__(None, None, None)
         if trail is None:
             if unfollowed is None or output is None:
                 return
-            if masks is not None and masks.seen != unfollowed.placed:
+            if looks is not None and looks.seen != unfollowed.placed:
                 self.ran_otherwise("masked_scatter")
+            if looks is not None and unfollowed.joined not in (None, looks.joined):
+                self.ran_otherwise("what the model puts together from parts")
             if other := kinds - unfollowed.kinds:
                 self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
                 raise _ran_otherwise(f"layer '{min(other)[0]}'")
             return
         trail.__exit__(None, None, None)
+        joined = looks.joined if looks is not None and trail.joined else None
         self._absent -= found.keys() | {name for name, _ in kinds}
         if output is not None:
             trail.check(tensors_of(output))
@@ -201,11 +210,15 @@ class Follower:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
         answer = None if remembered is None else self._answers.pop(remembered)
-        if answer is not None and not (answer.agrees(found) and answer.placed == trail.placed):
+        if answer is not None and not (
+            answer.agrees(found) and (answer.placed, answer.joined) == (trail.placed, joined)
+        ):
             self._always.add(self._keys[0])
             warnings.warn(_CHANGED, stacklevel=2)
             return
         self._remember(trail, answer, found, kinds)
+        if self._latest is not None:
+            self._latest.joined = joined
 
     def _waits(self, answer: Answer) -> bool:
         """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
@@ -305,7 +318,7 @@ class Follower:
         return units
 
     def __getstate__(self) -> dict[str, Any]:
-        none = dict.fromkeys(("_trail", "_known", "_unfollowed", "_masks"))
+        none = dict.fromkeys(("_trail", "_known", "_unfollowed", "_looks"))
         return {**self.__dict__, **none, "_found": {}}
 
 

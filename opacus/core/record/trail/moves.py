@@ -22,6 +22,7 @@ from opacus.core.record.trail.labels import (
     varies,
 )  # fmt: skip
 from opacus.core.record.trail.op import EndedError, Handler, OfOne, Op, of_main
+from opacus.core.record.trail.placed import in_line
 
 
 def _same(op: Op, labels: Labels) -> Labels:
@@ -99,11 +100,13 @@ def _unfold(op: Op, labels: Labels) -> Labels:
     dim = int(op["dimension"]) % max(1, op.main.dim())
     if not varies(labels, dim):
         return labels.with_ids(labels.ids.unsqueeze(-1))
+    op.picked = True
     return labels.with_ids(compact(labels.ids.unfold(dim, op["size"], op["step"])))
 
 
 def _flip(op: Op, labels: Labels) -> Labels:
     dims = [d for d in op.dims("dims") if varies(labels, d)]
+    op.picked = bool(dims)
     return labels.with_ids(labels.ids.flip(dims)) if dims else labels
 
 
@@ -112,12 +115,14 @@ def _roll(op: Op, labels: Labels) -> Labels:
         flat = reshaped(labels.ids, op.main.shape, [op.main.numel()])
         if flat.numel() == 1:
             return labels
+        op.picked = True
         ids = flat.expand(op.main.numel()).roll(op["shifts"]).view(op.main.shape)
         return labels.with_ids(compact(ids))
     pairs = [(s, d) for s, d in zip(op["shifts"], op.dims("dims"), strict=True)]
     pairs = [(s, d) for s, d in pairs if varies(labels, d)]
     if not pairs:
         return labels
+    op.picked = True
     return labels.with_ids(labels.ids.roll([s for s, _ in pairs], [d for _, d in pairs]))
 
 
@@ -177,7 +182,8 @@ def _joined(op: Op, tensors: Sequence[Tensor], dim: int, *, stacked: bool) -> St
         try:
             return agree(known)  # what is nobody's is theirs beside which it stands
         except ConflictError:
-            pass
+            op.joined = in_line(tensors)  # in an order that the program may have chosen
+            op.picked = not op.joined
     sizes = [max(s.ids.shape[d] for s in known) for d in range(known[0].ids.dim())]
     fresh = iter(known)
     parts = []
