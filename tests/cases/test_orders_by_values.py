@@ -127,3 +127,17 @@ def test_numbers_of_python_that_fall_alike_at_first() -> None:
     made[0].isolation.on = False
     right = [assert_right_or_refused(made, alone, batch(i, [0, 3])) for i in range(6)]
     assert all(right[:4]) and right[5]
+
+
+def test_a_mask_that_all_samples_decide_on() -> None:
+    """It is the same for all in the first batches, and alone."""
+
+    def masked(net: Any, x: Tensor) -> Tensor:
+        return torch.where((x > 40).any(), 9 * net.a(x), net.a(x))
+
+    made, alone = private(Net(masked).double(), "ghost_bk"), Net(masked).double()
+    x = batch(0, slice(None))
+    x[0, 0, 0] = 99.0
+    for one in (batch(1, slice(None)), batch(2, slice(None)), x):
+        with pytest.raises(ValueError, match="of no single sample: any"):
+            assert_right_or_refused(made, alone, one)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -203,10 +203,22 @@ def _joined(op: Op, tensors: Sequence[Tensor], dim: int, *, stacked: bool) -> St
 def _index_select(op: Op) -> State:
     labels, dim, index = op.known(op["self"]), op.dim(), op["index"]
     if labels is None or not varies(labels, dim):
-        return labels
+        return labels and _chosen_alone(op, labels, index)
     ids, index = same_device([labels.ids, index])
     moved = labels.moved or op.tracked(op["index"])
     return Labels(compact(ids.index_select(dim, index)), labels.assumed, moved)
+
+
+def _chosen_alone(op: Op, labels: Labels, index: Tensor | None) -> Labels:
+    """``labels``, of which elements of each unit are picked that no other unit has a say in.
+
+    Raises:
+        EndedError: Several have.
+    """
+    state = None if index is None else op.state(index)
+    if isinstance(state, Lost) and state.mixed:
+        raise EndedError(state)
+    return labels
 
 
 def _index(op: Op) -> State:
@@ -215,6 +227,9 @@ def _index(op: Op) -> State:
         return None
     indices = by_dimension(op["indices"], op["self"].dim())
     dims = [d for d, i in enumerate(indices) if i is not None]
+    for index, own in _covered(op):
+        if not any(varies(labels, d) for d in own):
+            _chosen_alone(op, labels, index)
     ids = expanded(labels.ids, op["self"].shape, dims)
     ids, *some = same_device([ids, *(i for i in indices if i is not None)])
     places = dict(zip(dims, some, strict=True))
@@ -226,13 +241,18 @@ def _index(op: Op) -> State:
 
 def _depends(op: Op, labels: Labels) -> bool:
     """Whether values say which units are picked."""
+    return any(
+        any(varies(labels, d) for d in own) and op.tracked(index) for index, own in _covered(op)
+    )
+
+
+def _covered(op: Op) -> Iterator[tuple[Tensor | None, range]]:
+    """Each index, and the dimensions that it is for."""
     dim = 0
     for index in op["indices"]:
         covered = index.dim() if index is not None and not is_integer(index) else 1
-        if any(varies(labels, d) for d in range(dim, dim + covered)) and op.tracked(index):
-            return True
+        yield index, range(dim, dim + covered)
         dim += covered
-    return False
 
 
 def is_integer(index: Tensor) -> bool:
@@ -259,7 +279,9 @@ def _gather(op: Op) -> State:
         if d != dim and ids.shape[d] > 1:
             ids = ids.narrow(d, 0, size)
     if not varies(labels, dim):
-        return labels.with_ids(compact(ids))
+        chosen = op.state(index)
+        parts = [labels.with_ids(ids), *([chosen] if isinstance(chosen, Labels) else [])]
+        return _chosen_alone(op, labels, index).with_ids(compact(agree(parts).ids))
     index = _thin(index, [d for d in range(x.dim()) if d != dim and ids.shape[d] == 1])
     ids, index = same_device([ids, index])
     sizes = [ids.shape[d] if d == dim else n for d, n in enumerate(index.shape)]

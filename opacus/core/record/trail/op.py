@@ -144,13 +144,17 @@ def together(op: Op, operands: Sequence[Tensor]) -> State:
     """
     states = [(t, op.state(t)) for t in operands]
     for tensor, state in states:
-        if isinstance(state, Lost) and is_number(tensor):
+        if isinstance(state, Lost) and (is_number(tensor) or state.mixed):
             raise EndedError(state)
-    for numbers in (True, False):
-        parts = [s for t, s in states if isinstance(s, Labels) and is_number(t) is numbers]
-        if parts:
-            labels = agree(parts)
-            return labels.with_ids(lifted(labels.ids, max(t.dim() for t in operands)))
+    parts = {
+        numbers: [s for t, s in states if isinstance(s, Labels) and is_number(t) is numbers]
+        for numbers in (True, False)
+    }
+    found = [agree(some) for some in parts.values() if some]
+    if found:
+        agree(found)
+        labels = found[0]
+        return labels.with_ids(lifted(labels.ids, max(t.dim() for t in operands)))
     lost = next((s for _, s in states if isinstance(s, Lost)), None)
     if lost is not None:
         raise EndedError(lost)
