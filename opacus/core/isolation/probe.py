@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
-    same_buffers,
+    same_state,
     undisturbed,
     without_dropout,
 )
@@ -241,7 +241,7 @@ class Probe:
             except (RuntimeError, ValueError) as error:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
-        with same_buffers(self._model), aside(recorder, sink, relies=runs.relies):
+        with same_state(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
@@ -265,7 +265,7 @@ class Probe:
         if not self._plain:
             return _column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
-        with same_buffers(self._model), self._recorder.paused():
+        with same_state(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
         squares: dict[str, Tensor] = {}

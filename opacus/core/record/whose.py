@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
+from opacus.core.record.kept_values import KeptValues
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Hidden
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
@@ -54,6 +55,7 @@ class WhoseRows:
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
+        self._kept: KeptValues | None = KeptValues()
 
     def fresh(self, *, relies: bool = False) -> WhoseRows:
         """One for forward passes on the side; ``relies``: on what the latest one relied on."""
@@ -66,16 +68,25 @@ class WhoseRows:
             {},
         )
         other.asked, other._shared, other.course = False, None, Course()
+        other._kept = None
         return other
 
     def begin(
-        self, model: nn.Module, inputs: Any, batch: int | None, dim: int, *, recorded: bool
+        self,
+        model: nn.Module,
+        inputs: Any,
+        forward_pass: ForwardPass,
+        batch: int | None,
+        dim: int,
+        *,
+        recorded: bool,
     ) -> None:
         """A forward pass starts.
 
         Args:
             model: The model.
             inputs: Its arguments.
+            forward_pass: The one that starts.
             batch: Number of units, if that is known.
             dim: Dimension of the inputs with one entry for each unit.
             recorded: Whether layers are tapped in it.
@@ -94,6 +105,8 @@ class WhoseRows:
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
+            if self._follower.trail is not None and self._kept is not None:
+                self._kept.begin(model, self._follower.trail, forward_pass.generation)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
@@ -103,8 +116,23 @@ class WhoseRows:
         if self.course.new:
             self._follower.follow_next()
 
-    def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
-        """It has ended, with this output; ``None`` if it failed."""
+    def end(
+        self,
+        output: Any = None,
+        forward_pass: ForwardPass | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """It has ended, with this output of the model; ``None`` if it failed."""
+        trail = self._follower.trail
+        kept = self._kept
+        if (
+            kept is not None
+            and trail is not None
+            and forward_pass is not None
+            and model is not None
+        ):
+            with trail.aside():
+                kept.end(model, trail, forward_pass.generation)
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:

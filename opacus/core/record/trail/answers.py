@@ -205,7 +205,11 @@ class Follower:
         joined = looks.joined if looks is not None and trail.joined else None
         self._absent -= found.keys() | {name for name, _ in kinds}
         if output is not None:
-            trail.check(tensors_of(output))
+            try:
+                trail.check(tensors_of(output))
+            except ValueError:
+                self._forget()
+                raise
         if output is None or not found or self._keys[0] in self._always:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
@@ -219,6 +223,11 @@ class Follower:
         self._remember(trail, answer, found, kinds)
         if self._latest is not None:
             self._latest.joined = joined
+
+    def _forget(self) -> None:
+        """What this pass showed is refused: the next ones of its structure are followed, too."""
+        for key in self._keys:
+            self._answers.pop(key, None)
 
     def _waits(self, answer: Answer) -> bool:
         """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
@@ -282,6 +291,7 @@ class Follower:
                 units = self._trail.layer(spec, inputs, output, batch_dim)
             except ValueError:
                 self._trail.moved = True  # nothing to be remembered
+                self._forget()
                 raise
             self._found.setdefault(spec.name, []).append(units)
             return units

@@ -133,6 +133,11 @@ class Trail(SharedTensors, TorchDispatchMode):
             return of_part(state, tensor.shape, local.shape)
         return state
 
+    def mark(self, tensor: Tensor, state: State) -> None:
+        """Whose a tensor is that comes from outside, unless that is known."""
+        if self.state(tensor) is None:
+            self._memory.put(tensor, state, DATA)
+
     def layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
     ) -> Units | None:
