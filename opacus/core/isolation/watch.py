@@ -188,6 +188,10 @@ class WatchedRuns:
     def count(self) -> int:
         return self.made_up or len(self.watch.chosen)
 
+    @property
+    def most(self) -> int:
+        return self.made_up or self.rows.units
+
     def unit(self, place: int) -> int:
         return place if self.made_up else self.watch.chosen[place]
 
@@ -257,7 +261,7 @@ class LossRuns:
         self._rows = rows
         self._loss = loss
         self._shared = shared
-        self.count = min(rows.units, TOGETHER)
+        self.count, self.most = min(rows.units, TOGETHER), rows.units
         self.counts = True
 
     def unit(self, place: int) -> int:
