@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.messages import ELSEWHERE, INCOMPARABLE, UNSEEN, explained
+from opacus.core.isolation.messages import ELSEWHERE, INCOMPARABLE, NOT_SHOWN, UNSEEN, explained
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
@@ -253,7 +253,7 @@ class Isolation:
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
-        watch.relies = course
+        watch.relies, watch.assumed = course, self.recorder.whose.assumed
         self.pending.append(watch)
         if not tensors_of(output):
             self._warn(UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
@@ -379,7 +379,10 @@ class Isolation:
                 watch.rows = replace(watch.rows, squares=False)
                 found = self._probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
-            self._warn(INCOMPARABLE.format(reason))
+            if reason.compared or watch.tokens is not None or not watch.assumed:
+                self._warn(INCOMPARABLE.format(reason))
+            else:
+                refusal = refusal or NOT_SHOWN.format(reason)
         if found:
             refusal = refusal or explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None

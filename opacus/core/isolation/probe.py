@@ -51,7 +51,16 @@ Norms = dict[str, list[float]]
 
 
 class IncomparableError(Exception):
-    """Units cannot be compared; says why."""
+    """Units cannot be compared; says why.
+
+    Args:
+        reason: Why.
+        compared: Whether a unit among others and beside copies of itself is the same.
+    """
+
+    def __init__(self, reason: str, *, compared: bool = False) -> None:
+        super().__init__(reason)
+        self.compared = compared
 
 
 @dataclass(frozen=True)
@@ -215,8 +224,9 @@ class Probe:
         own = differences(every, range(len(every)))  # it has a generator of its own
         after = RandomNumbers(self._model)
         beside = differences([place] * len(every), [place])
-        if self._any_rank(bool(own) or after.drawn()) or not self._any_rank(bool(beside)):
-            raise IncomparableError(RANDOM)
+        comparable = not self._any_rank(bool(own) or after.drawn())
+        if not comparable or not self._any_rank(bool(beside)):
+            raise IncomparableError(RANDOM, compared=comparable)
         return beside
 
     # --- one run ---

@@ -56,6 +56,7 @@ class Watch:
         self.key = key
         self.shared = shared
         self.relies = False  # see Runs; the pass took another course than those before
+        self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended
         self.refusal: str | None = None  # what is wrong with its losses

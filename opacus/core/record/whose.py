@@ -40,6 +40,7 @@ class WhoseRows:
         course: Of the latest forward pass.
         guesses: Whether the latest one of several samples could not be followed, and nothing is
             known of its like.
+        assumed: Whether rows were taken to be the units' in it, though nothing showed it.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -51,7 +52,7 @@ class WhoseRows:
         self.course = Course()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
-        self.asked = self.guesses = False
+        self.asked = self.guesses = self.assumed = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
@@ -91,7 +92,7 @@ class WhoseRows:
             dim: Dimension of the inputs with one entry for each unit.
             recorded: Whether layers are tapped in it.
         """
-        self._follows, self._hidden, self.asked = False, {}, False
+        self._follows, self._hidden, self.asked, self.assumed = False, {}, False, False
         self._shared = None if recorded else self._shared
         self.course.expect(None)
         asks = None
@@ -101,7 +102,7 @@ class WhoseRows:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
             self.course.expect(self._follower.structure)
-            self.guesses = asks is None
+            self.guesses = self.assumed = asks is None
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
@@ -139,6 +140,7 @@ class WhoseRows:
             forward_pass.hidden = self._hidden
         self.indices.end()
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
+        self.assumed |= self._follower.assumed
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool

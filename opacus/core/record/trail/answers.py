@@ -46,6 +46,7 @@ class Answer:
         doubtful: Whether the latest one took another course than those before.
         waits: Whether trained layers may still not have run in a pass that was followed.
         placed: In how many operations a mask puts elements into rows; these are looked at.
+        assumed: Whether rows were taken to be the units', though nothing showed it.
         joined: How many put parts of a tensor together, ``None`` if there are no units' among them.
     """
 
@@ -56,6 +57,7 @@ class Answer:
     doubtful: bool = False
     waits: bool = True
     placed: int = 0
+    assumed: bool = False
     joined: int | None = None
 
     def agrees(self, found: Uses) -> bool:
@@ -85,12 +87,17 @@ class Follower:
     followed is refused if a layer ran in it that inputs of this structure had not run, or gave
     tensors of other dimensions: their rows may be anything's.
 
+    Attributes:
+        assumed: Whether the latest pass took rows to be the units', though nothing showed it, or
+            those before it of its like.
+
     Args:
         trained: For each layer, by name, what gives the parameters of it that are trained now.
     """
 
     def __init__(self, trained: Mapping[str, Callable[[], object]]) -> None:
         self._trained = trained
+        self.assumed = False
         self._answers: dict[Any, Answer] = {}
         self._absent = set(trained)  # layers that no pass has been followed of
         self._always: set[Any] = set()  # structures that are followed each time
@@ -190,6 +197,7 @@ class Follower:
         looks, self._looks = self._looks, None
         if looks is not None:
             looks.__exit__(None, None, None)
+        self.assumed = unfollowed is not None and unfollowed.assumed
         if trail is None:
             if unfollowed is None or output is None:
                 return
@@ -210,6 +218,7 @@ class Follower:
             except ValueError:
                 self._forget()
                 raise
+        self.assumed = trail.assumed
         if output is None or not found or self._keys[0] in self._always:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
@@ -257,6 +266,7 @@ class Follower:
         answer.uses = None if plain else found
         answer.kinds, answer.placed = answer.kinds | kinds, trail.placed
         answer.ran = answer.ran | ran
+        answer.assumed |= trail.assumed
         self._latest = answer
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer

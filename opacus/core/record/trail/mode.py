@@ -95,6 +95,8 @@ class Trail(SharedTensors, TorchDispatchMode):
         self.picked = False
         # In how many operations it has joined parts of several units in the order of their memory.
         self.joined = 0
+        # Whether rows were taken to be the units', though nothing showed it.
+        self.assumed = False
         self._reads = Reads()
         self._aside = False  # whether operations are the trail's own
         self._over = False
@@ -196,6 +198,7 @@ class Trail(SharedTensors, TorchDispatchMode):
                 "the batch be the first dimension of its input (expand position ids to [batch, "
                 "length], say), or freeze the layer"
             )
+        self.assumed |= any(isinstance(s, Lost) for s in [state, *before])
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
         self._memory.put(part_of(output), labels, DATA)
         return None
@@ -260,6 +263,7 @@ class Trail(SharedTensors, TorchDispatchMode):
             state = self.state(output)
             rows = output.requires_grad and self.count in output.shape[:2]
             self.moved |= rows and isinstance(state, Labels) and state.moved
+            self.assumed |= isinstance(state, Lost)
             if rows and isinstance(state, Lost) and state.mixed:
                 raise ValueError(
                     f"an output of the model, {tuple(output.shape)}, is of no single sample: "
