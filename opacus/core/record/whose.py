@@ -106,8 +106,9 @@ class WhoseRows:
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
-            if self._follower.trail is not None and self._kept is not None:
-                self._kept.begin(model, self._follower.trail, forward_pass.generation)
+            trail = self._follower.trail if asks else None
+            if trail is not None and self._kept is not None:
+                self._kept.begin(model, trail, forward_pass.generation)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
@@ -124,16 +125,8 @@ class WhoseRows:
         model: nn.Module | None = None,
     ) -> None:
         """It has ended, with this output of the model; ``None`` if it failed."""
-        trail = self._follower.trail
-        kept = self._kept
-        if (
-            kept is not None
-            and trail is not None
-            and forward_pass is not None
-            and model is not None
-        ):
-            with trail.aside():
-                kept.end(model, trail, forward_pass.generation)
+        if self._follows and model is not None and forward_pass is not None:
+            self._note_kept(model, forward_pass)
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
@@ -141,6 +134,12 @@ class WhoseRows:
         self.indices.end()
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
         self.assumed |= self._follower.assumed
+
+    def _note_kept(self, model: nn.Module, forward_pass: ForwardPass) -> None:
+        trail = self._follower.trail
+        if trail is not None and self._kept is not None:
+            with trail.aside():
+                self._kept.end(model, trail, forward_pass.generation)
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool

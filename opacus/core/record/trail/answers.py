@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,14 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.platform.trees import leaves_of, tensors_of
 from opacus.core.record.trail.labels import Labels, same_labels
 from opacus.core.record.trail.mode import Trail
-from opacus.core.record.trail.op import is_plain
 from opacus.core.record.trail.placed import PlacedRows
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
@@ -199,25 +195,14 @@ class Follower:
             looks.__exit__(None, None, None)
         self.assumed = unfollowed is not None and unfollowed.assumed
         if trail is None:
-            if unfollowed is None or output is None:
-                return
-            if looks is not None and looks.seen != unfollowed.placed:
-                self.ran_otherwise("masked_scatter")
-            if looks is not None and unfollowed.joined not in (None, looks.joined):
-                self.ran_otherwise("what the model puts together from parts")
-            if other := kinds - unfollowed.kinds:
-                self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
-                raise _ran_otherwise(f"layer '{min(other)[0]}'")
+            if unfollowed is not None and output is not None:
+                self._check_unfollowed(unfollowed, looks, kinds)
             return
         trail.__exit__(None, None, None)
         joined = looks.joined if looks is not None and trail.joined else None
         self._absent -= found.keys() | {name for name, _ in kinds}
         if output is not None:
-            try:
-                trail.check(tensors_of(output))
-            except ValueError:
-                self._forget()
-                raise
+            self._check(trail, output)
         self.assumed = trail.assumed
         if output is None or not found or self._keys[0] in self._always:
             return
@@ -232,6 +217,22 @@ class Follower:
         self._remember(trail, answer, found, kinds)
         if self._latest is not None:
             self._latest.joined = joined
+
+    def _check_unfollowed(self, known: Answer, looks: PlacedRows | None, kinds: Kinds) -> None:
+        if looks is not None and looks.seen != known.placed:
+            self.ran_otherwise("masked_scatter")
+        if looks is not None and known.joined not in (None, looks.joined):
+            self.ran_otherwise("what the model puts together from parts")
+        if other := kinds - known.kinds:
+            self._answers = {k: a for k, a in self._answers.items() if a is not known}
+            raise _ran_otherwise(f"layer '{min(other)[0]}'")
+
+    def _check(self, trail: Trail, output: Any) -> None:
+        try:
+            trail.check(tensors_of(output))
+        except ValueError:
+            self._forget()
+            raise
 
     def _forget(self) -> None:
         """What this pass showed is refused: the next ones of its structure are followed, too."""
@@ -392,24 +393,6 @@ _WAITS = (
     "do, so that their rows are those of their samples, which takes time; freeze what never runs "
     "(it gets nothing but noise)"
 )
-
-
-def can_follow(model: nn.Module, inputs: Any) -> bool:
-    """Whether a forward pass can be followed: nothing is compiled, nor under ``torch.func``."""
-    if torch.compiler.is_compiling() or under_functorch() or _is_compiled(model):
-        return False
-    return all(is_plain(t) for t in tensors_of(inputs))
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` made parts of the model."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
-    if dynamo is None:
-        return False
-    compiled = getattr(dynamo, "OptimizedModule", ())
-    return any(
-        isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
-    )
 
 
 def _structure(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
