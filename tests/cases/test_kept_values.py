@@ -69,7 +69,6 @@ def step(made: Any, x: Tensor, y: Tensor) -> None:
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:whether a sample's gradient:UserWarning")
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 @pytest.mark.parametrize("use", [running_mean, new_buffer, state, queue])
 def test_of_an_earlier_batch(use: Any, mode: str) -> None:
@@ -78,6 +77,10 @@ def test_of_an_earlier_batch(use: Any, mode: str) -> None:
     for seed in range(1, 4):  # whoever goes on after a refusal is refused again
         with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
             step(made, *batch(seed))
+    x, y = batch(5)
+    step(made, x[:1], y[:1])  # one sample is not followed
+    with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+        step(made, x[:3], y[:3])
 
 
 def on_first_call(net: Any, x: Tensor) -> Tensor:

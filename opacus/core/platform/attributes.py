@@ -35,6 +35,9 @@ class Attributes:
             if isinstance(value, _CONTAINERS)
         ]
 
+    def __reduce__(self) -> tuple[type[Attributes], tuple[nn.Module]]:
+        return Attributes, (nn.Module(),)  # a copy of a model has not run
+
     def put_back(self) -> None:
         """The modules have them again."""
         for part, values in self._values:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from opacus.core.platform.trees import tensors_of
 from opacus.core.record.trail.labels import Lost
@@ -29,7 +28,7 @@ class KeptValues:
     """Tensors that a model keeps from one batch to the next."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._known: set[str] = set()  # names of what holds them
         self._batch: weakref.ref[Any] | None = None  # in which they were found
 
     def begin(self, model: nn.Module, trail: Trail, batch: object) -> None:
@@ -42,21 +41,16 @@ class KeptValues:
         """
         if not self._known or (self._batch is not None and self._batch() is batch):
             return
-        for _, tensor in _held(model):
-            known = self._known.get(tensor.untyped_storage()._cdata)
-            if known is not None and not known[0].expired():
-                reason = f"{known[1]} holds what was computed from samples of an earlier batch, of "
+        for name, tensor in _held(model):
+            if name in self._known:
+                reason = f"{name} holds what was computed from samples of an earlier batch, of "
                 reason += "which a later one may know nothing"
                 trail.mark(tensor, Lost(reason, mixed=True))
 
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        for name, tensor in _held(model):
-            if trail.state(tensor) is not None:
-                storage = tensor.untyped_storage()
-                self._known[storage._cdata] = StorageWeakRef(storage), name
-        self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
+        self._known |= {name for name, own in _held(model) if trail.state(own) is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())
