@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -205,6 +207,98 @@ def test_against_one_sample_at_a_time(kind: type[nn.Module], mode: str) -> None:
         assert float((parameter.grad - expected).abs().max()) < 1e-9 * c, part
     # Its own forward pass, one that vmap begins, and at most one a sample for each backward.
     assert model.own.runs <= 2 * (2 + B)
+
+
+class TiedWindowed(Routed):
+    """The expert's matrix is that of a linear layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own.matrix = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.own(self.first(x).view(-1, T, D))
+        return rows.view(-1, W * T, D).flatten(1)
+
+
+class TiedRouted(Routed):
+    """It is that of another expert, too, which gets the other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Expert()
+        self.other.matrix = self.own.matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        chosen = x.sum(-1) > 1
+        out = h.clone()
+        out[chosen], out[~chosen] = self.own(h[chosen]), 2 * self.other(h[~chosen])
+        return out.flatten(1)
+
+
+class Counting(Expert):
+    """What it does depends on how often it ran, and on what it noted last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.noted, self.all = 0, None, []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        scale = self.calls if self.noted is None else self.noted
+        self.noted = 1 / (1 + scale)
+        self.all.append(rows.shape)
+        return super().forward(rows) * scale / len(self.all)
+
+
+class Counted(Windowed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Counting()
+
+
+def assert_right(model: Any, made: Any, alone: Any, x: Tensor, c: float) -> None:
+    """One step, against one sample at a time; samples whose norm is not finite add nothing."""
+    y, sums = torch.arange(len(x)), {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    before = copy.deepcopy(alone)
+    for i in range(len(x)):
+        one = per_sample_gradients(
+            before, lambda m, one: loss_of(m(one[0]), one[1]), (x[i : i + 1], y[i : i + 1])
+        )
+        norm = float(norms(one))
+        for name, grad in one.items() if math.isfinite(norm) else ():
+            sums[name] += grad[0] * min(1.0, c / (norm + CLIPPING_EPS)) / B
+    alone(x)  # what it counts
+    _, optimizer, criterion = made
+    optimizer.zero_grad()
+    criterion(made[0](x), y).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert float((parameter.grad - sums[name]).abs().max()) < 1e-9 * c, name
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+@pytest.mark.parametrize("kind", [Windowed, Routed, TiedWindowed, TiedRouted, Counted])
+def test_other_batches_and_samples_that_are_not_finite(kind: type[nn.Module], mode: str) -> None:
+    torch.manual_seed(0)
+    model: Any = kind().double()
+    alone, made = copy.deepcopy(model), private(model, 0.01, mode)
+    for rows, wrong in [(B, None), (B, 1), (3, 0), (B, None), (1, None), (2, 1)]:
+        x = torch.randn(rows, W * T, D, dtype=torch.float64)
+        if wrong is not None:
+            x[wrong, 0] = math.nan
+        assert_right(model, made, alone, x, 0.01)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_no_rows_of_any_sample(mode: str) -> None:
+    torch.manual_seed(0)
+    model: Any = Routed().double()
+    alone, made = copy.deepcopy(model), private(model, 0.01, mode)
+    for rows in (B, 1, 2, B):
+        x = torch.full((rows, W * T, D), -1.0, dtype=torch.float64)
+        assert_right(model, made, alone, x, 0.01)
 
 
 def test_a_table_beside_the_rows_of_one_sample_is_not_taken_for_theirs() -> None:

@@ -52,8 +52,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation import messages
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.messages import ELSEWHERE, INCOMPARABLE, UNSEEN, explained
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
@@ -202,7 +202,7 @@ class Isolation:
         inputs = (args, kwargs)
         units = number_of_units(inputs, recorder.passes.latest_batch, self.batch_first)
         if units is None:
-            self._warn(UNSEEN.format("was called with no tensor"))
+            self._warn(messages.UNSEEN.format("was called with no tensor"))
         if units is None or (units == 0 and self.ranks is None):
             return
         form = structure(inputs, units, sizes=self.ranks is None, training=module.training)
@@ -254,10 +254,10 @@ class Isolation:
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
-        watch.relies = course
+        watch.relies, watch.assumed = course, self.recorder.whose.assumed
         self.pending.append(watch)
         if not tensors_of(output):
-            self._warn(UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
+            self._warn(messages.UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
         return watch.gate(output)
 
     def _due(self, key: Hashable, wait: float = _STRUCTURE_WAIT) -> bool:
@@ -302,12 +302,7 @@ class Isolation:
                 watch.refusal = said
 
     def _notice_mean(self, found: str) -> None:
-        self._warn(
-            f"the loss is {found}: the gradient of a sample depends on the other samples of its "
-            "batch, which clipping does not bound. Take the mean over each sample's own "
-            "positions first (reduction='none', then .mean(1).mean()), or use a ghost mode, whose "
-            "criterion does so"
-        )
+        self._warn(messages.MEAN.format(found))
 
     # --- before a step ---
 
@@ -365,8 +360,9 @@ class Isolation:
                 raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
             if not self._any_rank(bool(found)):
                 return
-            said = said or (explained(found[0], self.model, runs.count) if found else ELSEWHERE)
-        raise IsolationError(said)
+            if found:
+                said = said or messages.explained(found[0], self.model, runs.count)
+        raise IsolationError(said or messages.ELSEWHERE)
 
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
@@ -380,13 +376,16 @@ class Isolation:
                 watch.rows = replace(watch.rows, squares=False)
                 found = self._probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
-            self._warn(INCOMPARABLE.format(reason))
+            if reason.compared or watch.tokens is not None or not watch.assumed:
+                self._warn(messages.INCOMPARABLE.format(reason))
+            else:
+                refusal = refusal or messages.NOT_SHOWN.format(reason)
         if found:
-            refusal = refusal or explained(
+            refusal = refusal or messages.explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None
             )
         if self._any_rank(refusal is not None):
-            return refusal or ELSEWHERE
+            return refusal or messages.ELSEWHERE
         self.schedule.note(watch.key)
         return None
 
@@ -396,7 +395,7 @@ class Isolation:
         reason = why_not(watch) if usable and watch.tokens is not None else ""
         if reason:
             usable = False
-            self._warn(INCOMPARABLE.format(reason))
+            self._warn(messages.INCOMPARABLE.format(reason))
         if self.ranks is not None:
             made_up = 2 if watch.tokens is None else 1
             return self._real_runs(watch) if usable else WatchedRuns(self.model, watch, made_up)

@@ -19,6 +19,20 @@ INCOMPARABLE = (
     "this model: {}. See opacus.check_isolation"
 )
 
+MEAN = (
+    "the loss is {}: the gradient of a sample depends on the other samples of its "
+    "batch, which clipping does not bound. Take the mean over each sample's own "
+    "positions first (reduction='none', then .mean(1).mean()), or use a ghost mode, whose "
+    "criterion does so"
+)
+NOT_SHOWN = (
+    "nothing shows that a sample's gradient does not depend on the other samples of its batch: {}, "
+    "and the model's operations could not be followed from its inputs to its layers (compiled "
+    "parts, operators of other libraries). Nothing was released. Draw random numbers from torch's "
+    "own generators, do not compile the model, or, if you know that it treats each sample by "
+    "itself, set OPACUS_ISOLATION_CHECK=0, which switches the check off"
+)
+
 
 def explained(
     found: Difference,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
-    same_buffers,
+    same_state,
     undisturbed,
     without_dropout,
 )
@@ -51,7 +51,16 @@ Norms = dict[str, list[float]]
 
 
 class IncomparableError(Exception):
-    """Units cannot be compared; says why."""
+    """Units cannot be compared; says why.
+
+    Args:
+        reason: Why.
+        compared: Whether a unit among others and beside copies of itself is the same.
+    """
+
+    def __init__(self, reason: str, *, compared: bool = False) -> None:
+        super().__init__(reason)
+        self.compared = compared
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,10 @@ class Runs(Protocol):
     @property
     def count(self) -> int:
         """Number of units to choose from."""
+
+    @property
+    def most(self) -> int:
+        """So many rows the model is known to run on."""
 
     @property
     def counts(self) -> bool:
@@ -140,16 +153,22 @@ class Probe:
 
     def _compare(self, runs: Runs) -> list[Difference]:
         numbers = RandomNumbers(self._model)
-        together = self._attempt(runs, partial(self._tapped, runs, range(runs.count)))
+        every: Sequence[int] = range(runs.count)
+        together = self._attempt(runs, partial(self._tapped, runs, every))
+        smaller = _is_theirs(together) and runs.most > runs.count
+        if self._any_rank(smaller):  # it may take batches of one size only
+            numbers.again()
+            every = [place % runs.count for place in range(max(runs.count, runs.most))]
+            together = self._attempt(runs, partial(self._tapped, runs, every))
         if isinstance(together, Exception):
-            refused = not isinstance(together, IncomparableError) and _is_ours(together)
+            refused = not (isinstance(together, IncomparableError) or _is_theirs(together))
             if self._any_rank(refused):
                 return [Difference(-1, str(together), math.nan, math.nan)] if refused else []
             raise IncomparableError(_cannot(together, f"{runs.count} samples")) from together
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
-        alone = [self._alone(runs, place) for place in chosen]
+        alone = [self._alone(runs, place, len(every)) for place in chosen]
         tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
@@ -158,14 +177,19 @@ class Probe:
             differing += [(number, difference) for difference in found if runs.counts]
         if self._any_rank(bool(differing)):
             number = differing[0][0] if differing else 0
-            again = self._alone(runs, chosen[number])
+            again = self._alone(runs, chosen[number], len(every))
             random = bool(self._differences(0, alone[number], again, tolerance))
             if self._any_rank(random or numbers.drawn()):
-                return self._beside_copies(runs, chosen[number], together, numbers)
+                return self._beside_copies(runs, chosen[number], every, together, numbers)
         return [difference for _, difference in differing]
 
     def _beside_copies(
-        self, runs: Runs, place: int, together: Norms, numbers: RandomNumbers
+        self,
+        runs: Runs,
+        place: int,
+        every: Sequence[int],
+        together: Norms,
+        numbers: RandomNumbers,
     ) -> list[Difference]:
         """Whether a unit is another beside copies of itself, where it gets the same numbers.
 
@@ -174,6 +198,7 @@ class Probe:
         Args:
             runs: Runs the model.
             place: Of the unit.
+            every: Those of the units that ran together.
             together: Norms of all units, measured with these numbers.
             numbers: Random ones.
 
@@ -181,7 +206,6 @@ class Probe:
             IncomparableError: It is not, or differs from itself even in the same batch, or how
                 many numbers are drawn depends on values (RReLU's on a CPU), so that it gets others.
         """
-        every = range(runs.count)
         if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
             raise IncomparableError(RANDOM)
         tolerance = _tolerance(self._model, self._dtypes)
@@ -191,15 +215,18 @@ class Probe:
             found = self._attempt(runs, partial(self._tapped, runs, places))
             if isinstance(found, Exception):
                 raise IncomparableError(RANDOM)
-            pairs = [(runs.unit(p), _column(together, p), _column(found, p)) for p in compared]
+            pairs = [
+                (runs.unit(every[p]), _column(together, p), _column(found, p)) for p in compared
+            ]
             all_found = [self._differences(*pair, tolerance) for pair in pairs]
             return [one for some in all_found for one in some if runs.counts]
 
-        own = differences(every, every)  # it has a generator of its own
+        own = differences(every, range(len(every)))  # it has a generator of its own
         after = RandomNumbers(self._model)
-        beside = differences([place] * runs.count, [place])
-        if self._any_rank(bool(own) or after.drawn()) or not self._any_rank(bool(beside)):
-            raise IncomparableError(RANDOM)
+        beside = differences([place] * len(every), [place])
+        comparable = not self._any_rank(bool(own) or after.drawn())
+        if not comparable or not self._any_rank(bool(beside)):
+            raise IncomparableError(RANDOM, compared=comparable)
         return beside
 
     # --- one run ---
@@ -241,7 +268,7 @@ class Probe:
             except (RuntimeError, ValueError) as error:
                 refusals.append(error)  # raised when all layers are through: other ranks wait
 
-        with same_buffers(self._model), aside(recorder, sink, relies=runs.relies):
+        with same_state(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
@@ -252,9 +279,11 @@ class Probe:
             with recorder.paused(), torch.no_grad():
                 return _as_lists(ledger.finish())
 
-    def _alone(self, runs: Runs, place: int) -> dict[str, float]:
+    def _alone(self, runs: Runs, place: int, together: int) -> dict[str, float]:
+        """Norms of one unit; of so many copies of it, if it can be run on no fewer rows."""
         reason = ""
-        for places in ([place], [place, place]):  # some need more than one row (batch norm)
+        for copies in dict.fromkeys((1, 2, together)):
+            places = [place] * copies
             one = self._attempt(runs, partial(self._one, runs, places))
             if not isinstance(one, Exception):
                 return one
@@ -265,7 +294,7 @@ class Probe:
         if not self._plain:
             return _column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
-        with same_buffers(self._model), self._recorder.paused():
+        with same_state(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
         squares: dict[str, Tensor] = {}
@@ -372,6 +401,12 @@ def _brief(error: BaseException) -> str:
     """An error in one line: torch explains some at length."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _is_theirs(found: Any) -> bool:
+    """Whether a model stopped a run, or torch in it."""
+    refused = isinstance(found, IncomparableError)
+    return isinstance(found, Exception) and not refused and not _is_ours(found)
 
 
 def _is_ours(error: BaseException) -> bool:

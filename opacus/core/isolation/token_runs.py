@@ -46,6 +46,10 @@ class TokenRuns(WatchedRuns):
     def count(self) -> int:
         return len(self._known)
 
+    @property
+    def most(self) -> int:
+        return self.count
+
     def unit(self, place: int) -> int:
         return self._known[place] % self._width
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from opacus.core.platform.attributes import same_attributes
+
 # Buffers up to so many elements are put back if a run has changed them.
 BUFFER_ELEMENTS = 1 << 24
 
@@ -22,13 +24,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Afterwards gradients, random states, buffers and the modules' attributes are as before.
 
     Inside, parameters have no ``grad``, replicas communicate nothing, and compiled parts run
-    eagerly. What a module changes in place in an attribute that is no buffer (a list of its
-    own, say) stays changed.
+    eagerly. What a module changes in place in a tensor that is no buffer, or in a list within a
+    list, stays changed.
     """
     with ExitStack() as stack:
         stack.enter_context(_random_states(model))
-        stack.enter_context(_attributes(model))
-        stack.enter_context(same_buffers(model))
+        stack.enter_context(same_state(model))
         stack.enter_context(_gradients(model))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -92,15 +93,10 @@ def _random_states(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes(model: nn.Module) -> Iterator[None]:
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
+def same_state(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules' attributes and buffers are as before."""
+    with same_buffers(model), same_attributes(model):
         yield
-    finally:
-        for module, values in before:
-            for name in [n for n in module.__dict__ if n not in values]:
-                del module.__dict__[name]
-            module.__dict__.update(values)
 
 
 @contextmanager

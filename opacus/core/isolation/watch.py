@@ -56,6 +56,7 @@ class Watch:
         self.key = key
         self.shared = shared
         self.relies = False  # see Runs; the pass took another course than those before
+        self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended
         self.refusal: str | None = None  # what is wrong with its losses
@@ -188,6 +189,10 @@ class WatchedRuns:
     def count(self) -> int:
         return self.made_up or len(self.watch.chosen)
 
+    @property
+    def most(self) -> int:
+        return self.made_up or self.rows.units
+
     def unit(self, place: int) -> int:
         return place if self.made_up else self.watch.chosen[place]
 
@@ -257,7 +262,7 @@ class LossRuns:
         self._rows = rows
         self._loss = loss
         self._shared = shared
-        self.count = min(rows.units, TOGETHER)
+        self.count, self.most = min(rows.units, TOGETHER), rows.units
         self.counts = True
 
     def unit(self, place: int) -> int:

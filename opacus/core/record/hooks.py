@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.torch_internals import number_of_backward, under_functorch
 from opacus.core.record import compiled as compiled_tap
 from opacus.core.record.carriers import Carriers, carries, carry
@@ -47,6 +48,8 @@ class LayerHooks:
         if not self.recorder.active(module):
             return
         self._swapped.append(self._detach(module))
+        if self.layer.rule.needs_parameters and not torch.compiler.is_compiling():
+            self.layer.attributes_before = Attributes(module)
         if self._stateful:
             self.layer.buffers_before = {
                 f"{path}.{name}" if path else name: buffer.clone()

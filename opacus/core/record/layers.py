@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, read_once, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
@@ -47,6 +48,8 @@ class Layer:
     reader: HeldModule | None = None  # the module that reads its parameter, for ``READ``
     # Those that its latest run has started from, by name, if they are small (power iterations).
     buffers_before: Mapping[str, Tensor] = field(default_factory=dict)
+    # Attributes that it has started from, where a rule runs it again.
+    attributes_before: Attributes | None = None
     # What `split` has answered.
     splits: dict[tuple[str, ...], Split] = field(default_factory=dict, init=False)
     _parts: dict[tuple[str, ...], LayerSpec] = field(default_factory=dict, init=False)

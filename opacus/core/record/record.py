@@ -50,7 +50,7 @@ class Use:
         "_inputs",
         "_sink",
         "batch_dim",
-        "buffers",
+        "before",
         "forward_pass",
         "layer",
         "refusal",
@@ -76,7 +76,7 @@ class Use:
         self.units: Units | None = None  # of its rows, if they are not the units themselves
         self.refusal: str | None = None  # what to say if its rows, nobody's, get a gradient
         self.repeated = False  # whether one output was repeated for all samples
-        self.buffers = layer.buffers_before
+        self.before = layer.buffers_before, layer.attributes_before  # it runs
         self.forward_pass = forward_pass
         # Tensors are the tap's to save; only their places are remembered here.
         self._inputs = [_PLACE if isinstance(i, Tensor) else i for i in inputs or ()]
@@ -321,7 +321,7 @@ def record_of(
         first = backprops[0]
     elif layer.rule.needs_parameters:
         arguments = use.rebuild(inputs)
-        activations = Call.of(layer.module, *arguments, dim, use.spec.params, use.buffers)
+        activations = Call.of(layer.module, *arguments, dim, use.spec.params, *use.before)
     elif layer.rule.as_given:
         activations = tuple(inputs)
     else:

@@ -171,7 +171,7 @@ class Recorder(Taps):
         if current.batch == 0 and recorded:
             current.made_up = True
             return with_a_row(args, kwargs, passes.dim)
-        self.whose.begin(module, inputs, passes.told, passes.dim, recorded=recorded)
+        self.whose.begin(module, inputs, current, passes.told, passes.dim, recorded=recorded)
         lone = self.lone if current.batch == 1 and passes.named is None else None
         if lone is not None and lone.ready and recorded and not under_functorch():
             self.lone_runs = lone.begin(current)
@@ -196,7 +196,7 @@ class Recorder(Taps):
             if number_of_backward() < 0:
                 self.attention.give_back()
             self.whose.repeats.explain(sys.exc_info()[1])
-        self.whose.end(output, ended)
+        self.whose.end(output, ended, module)
         made_up = ended is not None and ended.made_up
         return without_the_row(output, self.passes.dim) if made_up else None
 

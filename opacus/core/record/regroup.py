@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.sharded import is_dtensor
 from opacus.core.record.layers import Layer
 from opacus.core.record.record import Record, Use, prepared
@@ -26,7 +27,7 @@ def regrouped(
     rebuild: Callable[[list[Tensor]], Arguments],
     tensors: Sequence[Tensor],
     grads: Sequence[Tensor],
-    buffers: Mapping[str, Tensor] | None = None,
+    before: tuple[Mapping[str, Tensor] | None, Attributes | None] = (None, None),
 ) -> tuple[Layer, LayerSpec, Any, Any]:
     """Layer, spec, activations and backprops of a record in which row u is unit u.
 
@@ -37,7 +38,7 @@ def regrouped(
         rebuild: Puts tensors in the places of those among the layer's arguments.
         tensors: Its inputs, detached.
         grads: Gradients with respect to its outputs.
-        buffers: Those that it has started from, where they may be others now.
+        before: Buffers and attributes that it has started from, where they may be others now.
 
     Raises:
         ValueError: Names the layer; see :meth:`LayerRule.regroup`.
@@ -48,7 +49,7 @@ def regrouped(
     first = backprops[0]
     rule, outputs = layer.rule, first if len(backprops) == 1 else tuple(backprops)
     if rule.needs_parameters:
-        activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params, buffers)
+        activations: Any = Call.of(layer.module, *rebuild(inputs), dim, spec.params, *before)
     elif rule.as_given:
         activations = tuple(inputs)
     else:
@@ -91,7 +92,7 @@ def record_by_unit(
     of_tokens = named is not None and named.by_token  # a mean over units, not over rows
     inputs = [t.detach() for t in tensors]
     layer, spec, activations, backprops = regrouped(
-        use.layer, use.spec, units, use.rebuild, inputs, grads, use.buffers
+        use.layer, use.spec, units, use.rebuild, inputs, grads, use.before
     )
     return Record(
         layer=layer,

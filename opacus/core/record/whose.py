@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
+from opacus.core.record.kept_values import KeptValues
 from opacus.core.record.layers import Layer
 from opacus.core.record.passes import ForwardPass, Hidden
 from opacus.core.record.provenance import IndexCheck, RepeatCheck
@@ -39,6 +40,7 @@ class WhoseRows:
         course: Of the latest forward pass.
         guesses: Whether the latest one of several samples could not be followed, and nothing is
             known of its like.
+        assumed: Whether rows were taken to be the units' in it, though nothing showed it.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -50,10 +52,11 @@ class WhoseRows:
         self.course = Course()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
-        self.asked = self.guesses = False
+        self.asked = self.guesses = self.assumed = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
+        self._kept: KeptValues | None = KeptValues()
 
     def fresh(self, *, relies: bool = False) -> WhoseRows:
         """One for forward passes on the side; ``relies``: on what the latest one relied on."""
@@ -66,21 +69,30 @@ class WhoseRows:
             {},
         )
         other.asked, other._shared, other.course = False, None, Course()
+        other._kept = None
         return other
 
     def begin(
-        self, model: nn.Module, inputs: Any, batch: int | None, dim: int, *, recorded: bool
+        self,
+        model: nn.Module,
+        inputs: Any,
+        forward_pass: ForwardPass,
+        batch: int | None,
+        dim: int,
+        *,
+        recorded: bool,
     ) -> None:
         """A forward pass starts.
 
         Args:
             model: The model.
             inputs: Its arguments.
+            forward_pass: The one that starts.
             batch: Number of units, if that is known.
             dim: Dimension of the inputs with one entry for each unit.
             recorded: Whether layers are tapped in it.
         """
-        self._follows, self._hidden, self.asked = False, {}, False
+        self._follows, self._hidden, self.asked, self.assumed = False, {}, False, False
         self._shared = None if recorded else self._shared
         self.course.expect(None)
         asks = None
@@ -90,10 +102,13 @@ class WhoseRows:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
             self.course.expect(self._follower.structure)
-            self.guesses = asks is None
+            self.guesses = self.assumed = asks is None
         if asks is not None:
             self._follows = self.asked = asks
             self.indices.begin(inputs, None, False)
+            trail = self._follower.trail if asks else None
+            if trail is not None and self._kept is not None:
+                self._kept.begin(model, trail, forward_pass.generation)
         elif dim == 0:
             self.indices.begin(inputs, batch, recorded, model)
 
@@ -103,14 +118,28 @@ class WhoseRows:
         if self.course.new:
             self._follower.follow_next()
 
-    def end(self, output: Any = None, forward_pass: ForwardPass | None = None) -> None:
-        """It has ended, with this output; ``None`` if it failed."""
+    def end(
+        self,
+        output: Any = None,
+        forward_pass: ForwardPass | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """It has ended, with this output of the model; ``None`` if it failed."""
+        if self._follows and model is not None and forward_pass is not None:
+            self._note_kept(model, forward_pass)
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
             forward_pass.hidden = self._hidden
         self.indices.end()
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
+        self.assumed |= self._follower.assumed
+
+    def _note_kept(self, model: nn.Module, forward_pass: ForwardPass) -> None:
+        trail = self._follower.trail
+        if trail is not None and self._kept is not None:
+            with trail.aside():
+                self._kept.end(model, trail, forward_pass.generation)
 
     def place(
         self, use: Use, outputs: list[Tensor], inputs: Sequence[Tensor], *, recomputed: bool

@@ -20,6 +20,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from opacus.core.platform.attributes import Attributes, same_attributes
 from opacus.core.platform.held import HeldModule
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.rules.base import LayerRule, check_batch, scale_rows, unsupported
@@ -48,6 +49,7 @@ class Call:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     batch_dim: int = 0
+    attributes: Attributes | None = None
 
     @classmethod
     def of(
@@ -58,10 +60,12 @@ class Call:
         batch_dim: int,
         names: Iterable[str] = (),
         started_from: Mapping[str, Tensor] | None = None,
+        attributes: Attributes | None = None,
     ) -> Call:
         """A call with ``module``'s own tensors of now, and those of its parts so named.
 
-        Buffers are those that the call has ``started_from``, where that is known.
+        Buffers are those that the call has ``started_from``, where that is known, and so are
+        ``attributes``.
         """
         parameters = {n: p.detach() for n, p in module._parameters.items() if p is not None}
         for path, _, name in (n.rpartition(".") for n in names if "." in n):
@@ -70,7 +74,7 @@ class Call:
             parameters[f"{path}.{name}"] = held.detach()
         buffers = {n: b for n, b in module._buffers.items() if b is not None}
         buffers |= started_from or {}
-        return cls(args, kwargs, parameters, buffers, batch_dim)
+        return cls(args, kwargs, parameters, buffers, batch_dim, attributes)
 
     def split(self, batch: int, nobodys: Set[Place] = frozenset()) -> tuple[list[Any], list[int]]:
         """Find the samples in the arguments.
@@ -198,6 +202,9 @@ class GenericRule(LayerRule):
         rows = len(grads[0])
         if any(len(g) != rows for g in grads):
             return None
+        if rows == 0:
+            own = [(name, activations.parameters[name]) for name in spec.params]
+            return {name: p.new_zeros(count, *p.shape) for name, p in own}
         of_units = activations.split(count, self._nobodys)[1]
         if activations.split(rows)[1]:
             if of_units and 1 < count != rows:
@@ -232,7 +239,8 @@ class GenericRule(LayerRule):
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
             tensors = {**constant, **call.parameters, **copies, **parameters}
             # A child that shares one of the parameters has a record of its own.
-            output = functional_call(module, tensors, args, dict(kwargs), tie_weights=False)
+            with same_attributes(module, call.attributes):
+                output = functional_call(module, tensors, args, dict(kwargs), tie_weights=False)
             return tuple(t for t in tree_leaves(output) if _differentiable(t))
 
         return run

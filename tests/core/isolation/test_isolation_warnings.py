@@ -25,21 +25,50 @@ from tests.helpers.isolation import (
 )
 
 
+class Noisy(nn.Module):
+    def __init__(self, generator: torch.Generator | None, change: Any = torch.tanh) -> None:
+        super().__init__()
+        self.a, self.l, self.generator, self.change = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+            generator,
+            change,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(self.change(self.a(x + torch.randn(x.shape, generator=self.generator))))
+
+
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_draws_random_numbers(mode: str, generator: torch.Generator | None) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.l(x + torch.randn(x.shape, generator=generator))
-
-    parts = private(Noisy(), mode)
+    parts = private(Noisy(generator), mode)
     with pytest.warns(UserWarning, match="random numbers of its own"):
         step(parts, vectors())
     step(parts, vectors())  # once
+
+
+def unknown(x: Tensor) -> Tensor:
+    """An operation that is not followed."""
+    return torch.segment_reduce(x, "sum", lengths=torch.ones(len(x)).long())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_nothing_shows_that_samples_are_by_themselves(mode: str) -> None:
+    parts = private(Noisy(torch.Generator(), unknown), mode)
+    for _ in range(2):
+        with pytest.raises(IsolationError, match="nothing shows that a sample's gradient"):
+            step(parts, vectors())
+    parts = private(Noisy(None, unknown), mode)  # it is compared with copies of itself
+    with pytest.warns(UserWarning, match="random numbers of its own"):
+        step(parts, vectors())
+
+
+@pytest.mark.usefixtures("unfollowed")
+@pytest.mark.parametrize("mode", MODES)
+def test_where_nothing_is_followed(mode: str) -> None:
+    with pytest.raises(IsolationError, match="nothing shows that a sample's gradient"):
+        step(private(Noisy(torch.Generator()), mode), vectors())
 
 
 class Experts(nn.Module):

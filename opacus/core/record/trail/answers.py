@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,14 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opacus.core.platform.torch_internals import under_functorch
 from opacus.core.platform.trees import leaves_of, tensors_of
 from opacus.core.record.trail.labels import Labels, same_labels
 from opacus.core.record.trail.mode import Trail
-from opacus.core.record.trail.op import is_plain
 from opacus.core.record.trail.placed import PlacedRows
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units
@@ -46,6 +42,8 @@ class Answer:
         doubtful: Whether the latest one took another course than those before.
         waits: Whether trained layers may still not have run in a pass that was followed.
         placed: In how many operations a mask puts elements into rows; these are looked at.
+        assumed: Whether rows were taken to be the units', though nothing showed it.
+        joined: How many put parts of a tensor together, ``None`` if there are no units' among them.
     """
 
     uses: Uses | None = None
@@ -55,6 +53,8 @@ class Answer:
     doubtful: bool = False
     waits: bool = True
     placed: int = 0
+    assumed: bool = False
+    joined: int | None = None
 
     def agrees(self, found: Uses) -> bool:
         """Whether a pass that was followed found the same of the layers that ran before."""
@@ -83,12 +83,17 @@ class Follower:
     followed is refused if a layer ran in it that inputs of this structure had not run, or gave
     tensors of other dimensions: their rows may be anything's.
 
+    Attributes:
+        assumed: Whether the latest pass took rows to be the units', though nothing showed it, or
+            those before it of its like.
+
     Args:
         trained: For each layer, by name, what gives the parameters of it that are trained now.
     """
 
     def __init__(self, trained: Mapping[str, Callable[[], object]]) -> None:
         self._trained = trained
+        self.assumed = False
         self._answers: dict[Any, Answer] = {}
         self._absent = set(trained)  # layers that no pass has been followed of
         self._always: set[Any] = set()  # structures that are followed each time
@@ -100,7 +105,7 @@ class Follower:
         self._known: Uses | None = None
         self._places: dict[str, int] = {}
         self._unfollowed: Answer | None = None  # what the running pass relies on
-        self._masks: PlacedRows | None = None  # where masks are looked at in it
+        self._looks: PlacedRows | None = None  # at masks, and at what is joined
         self._latest: Answer | None = None  # what the latest one did, or has led to
         self._default: Answer | None = None  # of structures of which nothing is remembered
 
@@ -149,13 +154,17 @@ class Follower:
         elif not can_follow():
             return None
         self._trail = Trail([t for t in leaves if isinstance(t, Tensor)], count, dim)
+        self._look_on(masks=False)
         self._trail.__enter__()
         return True
 
     def _look_at_masks(self, answer: Answer, can_follow: Callable[[], bool]) -> None:
-        if answer.placed and can_follow():
-            self._masks = PlacedRows(self._count)
-            self._masks.__enter__()
+        if (answer.placed or answer.joined) and can_follow():
+            self._look_on(masks=True)
+
+    def _look_on(self, *, masks: bool) -> None:
+        self._looks = PlacedRows(self._count, masks=masks)
+        self._looks.__enter__()
 
     @property
     def structure(self) -> Any:
@@ -181,31 +190,54 @@ class Follower:
         trail, found = self._trail, self._found
         unfollowed, self._unfollowed = self._unfollowed, None
         self._trail, self._found, self._known = None, {}, None
-        masks, self._masks = self._masks, None
-        if masks is not None:
-            masks.__exit__(None, None, None)
+        looks, self._looks = self._looks, None
+        if looks is not None:
+            looks.__exit__(None, None, None)
+        self.assumed = unfollowed is not None and unfollowed.assumed
         if trail is None:
-            if unfollowed is None or output is None:
-                return
-            if masks is not None and masks.seen != unfollowed.placed:
-                self.ran_otherwise("masked_scatter")
-            if other := kinds - unfollowed.kinds:
-                self._answers = {k: a for k, a in self._answers.items() if a is not unfollowed}
-                raise _ran_otherwise(f"layer '{min(other)[0]}'")
+            if unfollowed is not None and output is not None:
+                self._check_unfollowed(unfollowed, looks, kinds)
             return
         trail.__exit__(None, None, None)
+        joined = looks.joined if looks is not None and trail.joined else None
         self._absent -= found.keys() | {name for name, _ in kinds}
         if output is not None:
-            trail.check(tensors_of(output))
+            self._check(trail, output)
+        self.assumed = trail.assumed
         if output is None or not found or self._keys[0] in self._always:
             return
         remembered = next((k for k in self._keys if k in self._answers), None)
         answer = None if remembered is None else self._answers.pop(remembered)
-        if answer is not None and not (answer.agrees(found) and answer.placed == trail.placed):
+        if answer is not None and not (
+            answer.agrees(found) and (answer.placed, answer.joined) == (trail.placed, joined)
+        ):
             self._always.add(self._keys[0])
             warnings.warn(_CHANGED, stacklevel=2)
             return
         self._remember(trail, answer, found, kinds)
+        if self._latest is not None:
+            self._latest.joined = joined
+
+    def _check_unfollowed(self, known: Answer, looks: PlacedRows | None, kinds: Kinds) -> None:
+        if looks is not None and looks.seen != known.placed:
+            self.ran_otherwise("masked_scatter")
+        if looks is not None and known.joined not in (None, looks.joined):
+            self.ran_otherwise("what the model puts together from parts")
+        if other := kinds - known.kinds:
+            self._answers = {k: a for k, a in self._answers.items() if a is not known}
+            raise _ran_otherwise(f"layer '{min(other)[0]}'")
+
+    def _check(self, trail: Trail, output: Any) -> None:
+        try:
+            trail.check(tensors_of(output))
+        except ValueError:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """What this pass showed is refused: the next ones of its structure are followed, too."""
+        for key in self._keys:
+            self._answers.pop(key, None)
 
     def _waits(self, answer: Answer) -> bool:
         """Whether trained layers have run in no pass that was followed, or not yet in such ones."""
@@ -235,6 +267,7 @@ class Follower:
         answer.uses = None if plain else found
         answer.kinds, answer.placed = answer.kinds | kinds, trail.placed
         answer.ran = answer.ran | ran
+        answer.assumed |= trail.assumed
         self._latest = answer
         simple = all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer
@@ -269,6 +302,7 @@ class Follower:
                 units = self._trail.layer(spec, inputs, output, batch_dim)
             except ValueError:
                 self._trail.moved = True  # nothing to be remembered
+                self._forget()
                 raise
             self._found.setdefault(spec.name, []).append(units)
             return units
@@ -305,7 +339,7 @@ class Follower:
         return units
 
     def __getstate__(self) -> dict[str, Any]:
-        none = dict.fromkeys(("_trail", "_known", "_unfollowed", "_masks"))
+        none = dict.fromkeys(("_trail", "_known", "_unfollowed", "_looks"))
         return {**self.__dict__, **none, "_found": {}}
 
 
@@ -359,24 +393,6 @@ _WAITS = (
     "do, so that their rows are those of their samples, which takes time; freeze what never runs "
     "(it gets nothing but noise)"
 )
-
-
-def can_follow(model: nn.Module, inputs: Any) -> bool:
-    """Whether a forward pass can be followed: nothing is compiled, nor under ``torch.func``."""
-    if torch.compiler.is_compiling() or under_functorch() or _is_compiled(model):
-        return False
-    return all(is_plain(t) for t in tensors_of(inputs))
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` made parts of the model."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
-    if dynamo is None:
-        return False
-    compiled = getattr(dynamo, "OptimizedModule", ())
-    return any(
-        isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
-    )
 
 
 def _structure(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:

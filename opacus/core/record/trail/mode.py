@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.platform.random_numbers import program_numbers
 from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.trail.collectives import COLLECTIVES, of_part
 from opacus.core.record.trail.computes import COMPUTES, pointwise
@@ -33,6 +34,7 @@ from opacus.core.record.trail.labels import (
     State,
     same_labels,
 )
+from opacus.core.record.trail.lines import LINES
 from opacus.core.record.trail.memory import DATA, OUTSIDE, SHAPES, Memory
 from opacus.core.record.trail.moves import MOVES
 from opacus.core.record.trail.op import (
@@ -57,7 +59,7 @@ from opacus.core.record.trail.writes import WRITES
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.rules.units import Units, in_order, units_of
 
-_HANDLERS: dict[str, Handler] = {**MOVES, **WRITES, **COMPUTES, **COLLECTIVES}
+_HANDLERS: dict[str, Handler] = {**MOVES, **LINES, **WRITES, **COMPUTES, **COLLECTIVES}
 _UNWRITTEN = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
@@ -85,10 +87,16 @@ class Trail(SharedTensors, TorchDispatchMode):
         self.chosen = False
         # In how many operations a mask put elements into the rows of their units.
         self.placed = 0
-        # Whether the program has looked at values, and may have gone on as they say.
+        # Whether the program has looked at values, or drawn numbers, and may have gone on as they
+        # say.
         self.decided = False
-        # Whether it has picked some of the units, as those values may have said.
+        self._numbers: object = None
+        # Whether it has picked some of the units, or put them into an order, as they may have said.
         self.picked = False
+        # In how many operations it has joined parts of several units in the order of their memory.
+        self.joined = 0
+        # Whether rows were taken to be the units', though nothing showed it.
+        self.assumed = False
         self._reads = Reads()
         self._aside = False  # whether operations are the trail's own
         self._over = False
@@ -101,6 +109,7 @@ class Trail(SharedTensors, TorchDispatchMode):
 
     def __enter__(self) -> Trail:
         self._reads.__enter__()
+        self._numbers = program_numbers()
         super().__enter__()
         return self
 
@@ -108,7 +117,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         super().__exit__(*error)
         self._over = True
         self._reads.__exit__(*error)
-        self.decided |= self._reads.looked
+        self.decided |= self._reads.looked or program_numbers() != self._numbers
 
     def _note_input(self, tensor: Tensor, dim: int) -> None:
         own = dim if tensor.dim() > dim else 0
@@ -125,6 +134,11 @@ class Trail(SharedTensors, TorchDispatchMode):
         if local is not tensor and isinstance(state, Labels):
             return of_part(state, tensor.shape, local.shape)
         return state
+
+    def mark(self, tensor: Tensor, state: State) -> None:
+        """Whose a tensor is that comes from outside, unless that is known."""
+        if self.state(tensor) is None:
+            self._memory.put(tensor, state, DATA)
 
     def layer(
         self, spec: LayerSpec, inputs: Sequence[Tensor], output: Tensor, batch_dim: int
@@ -184,6 +198,7 @@ class Trail(SharedTensors, TorchDispatchMode):
                 "the batch be the first dimension of its input (expand position ids to [batch, "
                 "length], say), or freeze the layer"
             )
+        self.assumed |= any(isinstance(s, Lost) for s in [state, *before])
         labels = Labels(self._in_order(output.dim(), batch_dim), assumed=spec)
         self._memory.put(part_of(output), labels, DATA)
         return None
@@ -248,6 +263,7 @@ class Trail(SharedTensors, TorchDispatchMode):
             state = self.state(output)
             rows = output.requires_grad and self.count in output.shape[:2]
             self.moved |= rows and isinstance(state, Labels) and state.moved
+            self.assumed |= isinstance(state, Lost)
             if rows and isinstance(state, Lost) and state.mixed:
                 raise ValueError(
                     f"an output of the model, {tuple(output.shape)}, is of no single sample: "
@@ -353,6 +369,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         self.chosen |= op.chosen
         self.placed += op.placed
         self.picked |= op.picked
+        self.joined += op.joined
         states = found if isinstance(found, (list, tuple)) else [found] * len(results)
         missing = Lost(f"a further result of {name}")
         padded = [*states, *[missing] * (len(results) - len(states))]

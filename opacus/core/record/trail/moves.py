@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from opacus.core.record.trail.labels import (
     varies,
 )  # fmt: skip
 from opacus.core.record.trail.op import EndedError, Handler, OfOne, Op, of_main
+from opacus.core.record.trail.placed import in_line
 
 
 def _same(op: Op, labels: Labels) -> Labels:
@@ -99,11 +100,13 @@ def _unfold(op: Op, labels: Labels) -> Labels:
     dim = int(op["dimension"]) % max(1, op.main.dim())
     if not varies(labels, dim):
         return labels.with_ids(labels.ids.unsqueeze(-1))
+    op.picked = True
     return labels.with_ids(compact(labels.ids.unfold(dim, op["size"], op["step"])))
 
 
 def _flip(op: Op, labels: Labels) -> Labels:
     dims = [d for d in op.dims("dims") if varies(labels, d)]
+    op.picked = bool(dims)
     return labels.with_ids(labels.ids.flip(dims)) if dims else labels
 
 
@@ -112,12 +115,14 @@ def _roll(op: Op, labels: Labels) -> Labels:
         flat = reshaped(labels.ids, op.main.shape, [op.main.numel()])
         if flat.numel() == 1:
             return labels
+        op.picked = True
         ids = flat.expand(op.main.numel()).roll(op["shifts"]).view(op.main.shape)
         return labels.with_ids(compact(ids))
     pairs = [(s, d) for s, d in zip(op["shifts"], op.dims("dims"), strict=True)]
     pairs = [(s, d) for s, d in pairs if varies(labels, d)]
     if not pairs:
         return labels
+    op.picked = True
     return labels.with_ids(labels.ids.roll([s for s, _ in pairs], [d for _, d in pairs]))
 
 
@@ -177,7 +182,8 @@ def _joined(op: Op, tensors: Sequence[Tensor], dim: int, *, stacked: bool) -> St
         try:
             return agree(known)  # what is nobody's is theirs beside which it stands
         except ConflictError:
-            pass
+            op.joined = in_line(tensors)  # in an order that the program may have chosen
+            op.picked = not op.joined
     sizes = [max(s.ids.shape[d] for s in known) for d in range(known[0].ids.dim())]
     fresh = iter(known)
     parts = []
@@ -197,10 +203,22 @@ def _joined(op: Op, tensors: Sequence[Tensor], dim: int, *, stacked: bool) -> St
 def _index_select(op: Op) -> State:
     labels, dim, index = op.known(op["self"]), op.dim(), op["index"]
     if labels is None or not varies(labels, dim):
-        return labels
+        return labels and _chosen_alone(op, labels, index)
     ids, index = same_device([labels.ids, index])
     moved = labels.moved or op.tracked(op["index"])
     return Labels(compact(ids.index_select(dim, index)), labels.assumed, moved)
+
+
+def _chosen_alone(op: Op, labels: Labels, index: Tensor | None) -> Labels:
+    """``labels``, of which elements of each unit are picked that no other unit has a say in.
+
+    Raises:
+        EndedError: Several have.
+    """
+    state = None if index is None else op.state(index)
+    if isinstance(state, Lost) and state.mixed:
+        raise EndedError(state)
+    return labels
 
 
 def _index(op: Op) -> State:
@@ -209,6 +227,9 @@ def _index(op: Op) -> State:
         return None
     indices = by_dimension(op["indices"], op["self"].dim())
     dims = [d for d, i in enumerate(indices) if i is not None]
+    for index, own in _covered(op):
+        if not any(varies(labels, d) for d in own):
+            _chosen_alone(op, labels, index)
     ids = expanded(labels.ids, op["self"].shape, dims)
     ids, *some = same_device([ids, *(i for i in indices if i is not None)])
     places = dict(zip(dims, some, strict=True))
@@ -220,13 +241,18 @@ def _index(op: Op) -> State:
 
 def _depends(op: Op, labels: Labels) -> bool:
     """Whether values say which units are picked."""
+    return any(
+        any(varies(labels, d) for d in own) and op.tracked(index) for index, own in _covered(op)
+    )
+
+
+def _covered(op: Op) -> Iterator[tuple[Tensor | None, range]]:
+    """Each index, and the dimensions that it is for."""
     dim = 0
     for index in op["indices"]:
         covered = index.dim() if index is not None and not is_integer(index) else 1
-        if any(varies(labels, d) for d in range(dim, dim + covered)) and op.tracked(index):
-            return True
+        yield index, range(dim, dim + covered)
         dim += covered
-    return False
 
 
 def is_integer(index: Tensor) -> bool:
@@ -253,7 +279,9 @@ def _gather(op: Op) -> State:
         if d != dim and ids.shape[d] > 1:
             ids = ids.narrow(d, 0, size)
     if not varies(labels, dim):
-        return labels.with_ids(compact(ids))
+        chosen = op.state(index)
+        parts = [labels.with_ids(ids), *([chosen] if isinstance(chosen, Labels) else [])]
+        return _chosen_alone(op, labels, index).with_ids(compact(agree(parts).ids))
     index = _thin(index, [d for d in range(x.dim()) if d != dim and ids.shape[d] == 1])
     ids, index = same_device([ids, index])
     sizes = [ids.shape[d] if d == dim else n for d, n in enumerate(index.shape)]

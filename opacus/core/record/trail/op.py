@@ -27,14 +27,15 @@ class Op:
 
     Attributes:
         chosen: Whether values that may be others the next time have moved elements of units.
-        picked: Whether the program has picked some of the units.
+        picked: Whether the program has picked some of the units, or put them into an order.
+        joined: Whether it has joined parts of several units again, in the order in which they lie.
         placed: Whether a mask has put elements into the rows of their units; see ``placed.py``.
         hidden: Whether it runs without gradients: a reentrant checkpoint may run it again.
     """
 
     __slots__ = (
-        "arguments", "chosen", "count", "hidden", "name", "picked", "placed", "result", "source",
-        "state",
+        "arguments", "chosen", "count", "hidden", "joined", "name", "picked", "placed", "result",
+        "source", "state",
     )  # fmt: skip
 
     def __init__(
@@ -52,7 +53,7 @@ class Op:
         self.state = state
         self.source = source
         self.count = count
-        self.chosen = self.picked = self.placed = False
+        self.chosen = self.picked = self.placed = self.joined = False
         self.hidden = not torch.is_grad_enabled()
 
     def __getitem__(self, name: str) -> Any:
@@ -143,13 +144,17 @@ def together(op: Op, operands: Sequence[Tensor]) -> State:
     """
     states = [(t, op.state(t)) for t in operands]
     for tensor, state in states:
-        if isinstance(state, Lost) and is_number(tensor):
+        if isinstance(state, Lost) and (is_number(tensor) or state.mixed):
             raise EndedError(state)
-    for numbers in (True, False):
-        parts = [s for t, s in states if isinstance(s, Labels) and is_number(t) is numbers]
-        if parts:
-            labels = agree(parts)
-            return labels.with_ids(lifted(labels.ids, max(t.dim() for t in operands)))
+    parts = {
+        numbers: [s for t, s in states if isinstance(s, Labels) and is_number(t) is numbers]
+        for numbers in (True, False)
+    }
+    found = [agree(some) for some in parts.values() if some]
+    if found:
+        agree(found)
+        labels = found[0]
+        return labels.with_ids(lifted(labels.ids, max(t.dim() for t in operands)))
     lost = next((s for _, s in states if isinstance(s, Lost)), None)
     if lost is not None:
         raise EndedError(lost)

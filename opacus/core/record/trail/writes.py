@@ -42,6 +42,18 @@ def _index_put(op: Op) -> State:
     return _put(op, op["values"], dims, places, adds=bool(op["accumulate"]), indices=given)
 
 
+def _put_at(op: Op) -> State:
+    """To places in the whole tensor, as one line."""
+
+    def places(line: Tensor) -> Tensor:
+        index, line = same_device([op["index"], line])
+        return line.take(index)
+
+    dims = range(op["self"].dim())
+    adds = bool(op["accumulate"])
+    return _put(op, op["source"], dims, places, adds=adds, indices=[op["index"]])
+
+
 def _index_add(op: Op) -> State:
     return _along(op, op["source"], adds=True)
 
@@ -208,6 +220,7 @@ WRITES: dict[str, Handler] = {
     "index_put": _index_put,
     "_index_put_impl": _index_put,
     "_unsafe_index_put": _index_put,
+    "put": _put_at,
     "index_add": _index_add,
     "masked_scatter": _masked_scatter,
     "index_reduce": _index_add,

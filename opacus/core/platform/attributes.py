@@ -1,0 +1,80 @@
+"""What modules hold besides parameters, buffers and parts, to run them as they were."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+# Those of every module.
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Attributes:
+    """The attributes of a module and its parts at one moment.
+
+    Of lists, dictionaries, sets and queues the entries, too. What is changed in place in a tensor,
+    or in a list within a list, stays changed.
+
+    Args:
+        module: Held weakly, with its parts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [(weakref.ref(part), _of(part)) for part in module.modules()]
+        self._entries = [
+            (value, list(value.items() if isinstance(value, dict) else value))
+            for _, values in self._values
+            for value in values.values()
+            if isinstance(value, _CONTAINERS)
+        ]
+
+    def __reduce__(self) -> tuple[type[Attributes], tuple[nn.Module]]:
+        return Attributes, (nn.Module(),)  # a copy of a model has not run
+
+    def put_back(self) -> None:
+        """The modules have them again."""
+        for part, values in self._values:
+            module = part()
+            if module is not None:
+                for name in [n for n in _of(module) if n not in values]:
+                    del module.__dict__[name]
+                module.__dict__.update(values)
+        for value, entries in self._entries:
+            _fill(value, entries)
+
+
+@contextmanager
+def same_attributes(module: nn.Module, started_from: Attributes | None = None) -> Iterator[None]:
+    """Afterwards the attributes are as before; inside as ``started_from``, if that is given."""
+    before = Attributes(module)
+    if started_from is not None:
+        started_from.put_back()
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def _of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def _fill(value: Any, entries: list[Any]) -> None:
+    now = list(value.items() if isinstance(value, dict) else value)
+    if len(now) == len(entries) and all(map(_same, now, entries)):
+        return
+    value.clear()
+    (value.update if isinstance(value, (dict, set)) else value.extend)(entries)
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(two, tuple):  # entries of a dictionary
+        return len(one) == len(two) and all(map(operator.is_, one, two))
+    return one is two

@@ -1,0 +1,69 @@
+"""What a model keeps of a batch: in a later one it is of no single sample.
+
+Averages that a module updates in its forward pass, queues of earlier samples, states that go from
+batch to batch: the gradients of later samples depend on them, and with them on the samples of this
+batch, which no clipping bounds. At the end of passes that are followed, what is kept is looked for
+in buffers and attributes; in later ones it is taken for what it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.core.platform.trees import tensors_of
+from opacus.core.record.trail.labels import Lost
+from opacus.core.record.trail.mode import Trail
+from opacus.core.record.trail.op import is_plain
+
+# Attributes of every module, in which no tensors are looked for.
+_OWN = frozenset(vars(nn.Module()))
+
+
+class KeptValues:
+    """Tensors that a model keeps from one batch to the next."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()  # names of what holds them
+        self._batch: weakref.ref[Any] | None = None  # in which they were found
+
+    def begin(self, model: nn.Module, trail: Trail, batch: object) -> None:
+        """A pass is followed: what is known to be kept is not of its samples.
+
+        Args:
+            model: Runs now.
+            trail: Follows it.
+            batch: Stands for what it runs on: the same object in all passes on one batch.
+        """
+        if not self._known or (self._batch is not None and self._batch() is batch):
+            return
+        for name, tensor in _held(model):
+            if name in self._known:
+                reason = f"{name} holds what was computed from samples of an earlier batch, of "
+                reason += "which a later one may know nothing"
+                trail.mark(tensor, Lost(reason, mixed=True))
+
+    def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
+        """The pass is over: note what of it is kept."""
+        self._batch = weakref.ref(batch)
+        self._known |= {name for name, own in _held(model) if trail.state(own) is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(KeptValues())
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in buffers and attributes, also in lists, tuples and dictionaries."""
+    for path, module in model.named_modules():
+        own = {name: value for name, value in vars(module).items() if name not in _OWN}
+        for kind, values in (("buffer", module._buffers), ("attribute", own)):
+            for name, value in values.items():
+                if value is None or isinstance(value, (bool, int, float, str, nn.Module)):
+                    continue
+                for tensor in tensors_of(value):
+                    if is_plain(tensor) and tensor.layout is torch.strided:
+                        yield f"{kind} '{path}.{name}'".replace("'.", "'"), tensor

@@ -1,0 +1,129 @@
+"""What a model keeps of one batch, and reads in a later one, is refused: no clipping bounds it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import oracle
+from tests.helpers.releases import CLIP, private
+
+B, D = 4, 5
+
+
+class Net(nn.Module):
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.register_buffer("mean", torch.zeros(D))
+        self.state: Any = None
+        self.queue: Any = deque(maxlen=2)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.use(self, x).tanh())
+
+
+def running_mean(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return out
+
+
+def new_buffer(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean = 0.9 * net.mean + 0.1 * h.detach().mean(0)
+    return out
+
+
+def state(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x).tanh()
+    before, net.state = net.state, h.detach()
+    return net.b(h if before is None else h + before.mean(0))
+
+
+def queue(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    keys = torch.cat([*net.queue, net.mean[None]])
+    net.queue.append(h.detach())
+    return net.b((h @ keys.T).softmax(-1) @ keys + h)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(B, D, generator=draw).double() * 3, torch.arange(B) % 3
+
+
+def step(made: Any, x: Tensor, y: Tensor) -> None:
+    model, optimizer, criterion, *_ = made
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [running_mean, new_buffer, state, queue])
+def test_of_an_earlier_batch(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    step(made, *batch(0))
+    for seed in range(1, 4):  # whoever goes on after a refusal is refused again
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, *batch(seed))
+    x, y = batch(5)
+    step(made, x[:1], y[:1])  # one sample is not followed
+    with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+        step(made, x[:3], y[:3])
+
+
+def on_first_call(net: Any, x: Tensor) -> Tensor:
+    """What depends on shapes alone may be kept."""
+    if net.state is None:
+        net.state = torch.arange(D).to(x) / D
+    return net.b(net.a(x) * net.state)
+
+
+def written_alone(net: Any, x: Tensor) -> Tensor:
+    """It is for looking at, and not read."""
+    net.state = net.a(x).detach()
+    net.mean.copy_(net.state.mean(0))
+    return net.b(net.a(x))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [on_first_call, written_alone])
+def test_what_may_be_kept(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+
+    def loss(model: Any, one: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(one[0]), one[1])
+
+    for seed in range(4):
+        want = oracle.per_sample_gradients(Net(use).double(), loss, batch(seed))
+        step(made, *batch(seed))
+        for name, one in oracle.clipped_sum(want, CLIP).items():
+            torch.testing.assert_close(made[0].get_parameter(f"_module.{name}").grad, one)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_of_another_call_on_the_same_batch(mode: str) -> None:
+    """The second call reads what the first has computed of the same samples."""
+
+    def twice(net: Any, x: Tensor) -> Tensor:
+        net.state = None if net.state is not None else net.a(x).detach()
+        return net.b(x if net.state is None else net.state)
+
+    model, optimizer, criterion, *_ = private(Net(twice).double(), mode)
+    model.isolation.on = False  # it runs one call
+    for seed in range(3):
+        x, y = batch(seed)
+        optimizer.zero_grad()
+        criterion(model(x) + model(x), y).backward()
+        optimizer.step()
