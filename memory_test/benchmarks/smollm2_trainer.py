@@ -217,7 +217,11 @@ class Table:
         trainer.train()
         trainer.save_model(folder)
         timed = clock.ms[WARM:] or clock.ms
-        tokens = statistics.mean(map(len, self.prepared["input_ids"])) * self.args.batch
+        # The plain trainer's last step of an epoch has fewer.
+        examples = (
+            self.args.batch if private else len(self.prepared) * row["epochs"] / len(clock.ms)
+        )
+        tokens = statistics.mean(map(len, self.prepared["input_ids"])) * examples
         row |= {
             "steps": len(clock.ms), "ms": statistics.median(timed),
             "mean_ms": statistics.mean(timed), "steps_per_second": 1e3 / statistics.mean(timed),
