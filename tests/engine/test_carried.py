@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import opacus.core.ranks.carried
+import opacus.core.ranks.carried_layers
 import opacus.core.sums.choice
 from tests.helpers import oracle
 from tests.helpers.carried import ROWS, STEPS, Case, batch, wanted
@@ -23,7 +23,7 @@ ONE = functools.partial(Case, mode="ghost_bk")
 @pytest.fixture(autouse=True)
 def _store_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opacus.core.sums.choice, "KEEP_PASSES", 10**9)
-    monkeypatch.setattr(opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS", 1)
+    monkeypatch.setattr(opacus.core.ranks.carried_layers, "OWN_WEIGHT_TOKENS", 1)
 
 
 def learnt(**how: Any) -> Case:
@@ -60,6 +60,26 @@ def test_fewer_samples_need_not_be_learnt_from() -> None:
         assert len(table) == 12
         assert {line.split()[2] for line in table} == {str(rows)}  # of the step, not of the lesson
         assert all(line.count(f"[{rows}, ") == 2 for line in table)
+
+
+def test_shorter_inputs_need_not_be_learnt_from() -> None:
+    case = learnt()
+    # Down to half the length; longer ones may need more memory than was there.
+    for tokens, rows, records in [
+        (4, ROWS, 0), (4, 2, 0), (2, ROWS, 12), (2, ROWS, 0), (7, ROWS, 12), (6, ROWS, 0),
+        (7, 2, 0), (6, 5, 12),
+    ]:  # fmt: skip
+        assert case.error(0, 1, tokens, rows=rows, tokens=tokens) < 2e-5
+        assert len(set(case.records)) == records, (tokens, rows)
+    # What is kept of layers has their length.
+    known = case.module._recorder.carried._known
+    for key, (most, parts) in known.items():
+        kept = {
+            part: own._replace(layers=[layer._replace(choice=None) for layer in own.layers])
+            for part, own in parts.items()
+        }
+        known[key] = most, kept
+    assert case.module._recorder.carried._learnt_of_longer((("samples", 4, 4),)) == (0, {})
 
 
 def test_a_use_beside_its_layer_is_noticed_also_where_it_is_carried() -> None:

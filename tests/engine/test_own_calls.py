@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import opacus.core.ranks.carried
+import opacus.core.ranks.carried_layers
 import opacus.core.record.own_calls
 from tests.helpers.carried import Case
 from tests.helpers.direct_calls import (
@@ -35,7 +35,7 @@ ALL = 10  # linear layers
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the layers that have run so, in the latest step."""
     store_all(monkeypatch)
-    monkeypatch.setattr(opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS", 10**9)
+    monkeypatch.setattr(opacus.core.ranks.carried_layers, "OWN_WEIGHT_TOKENS", 10**9)
     found: list[str] = []
     run = opacus.core.record.own_calls._linear
 

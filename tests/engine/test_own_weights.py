@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opacus.core.ranks.carried
+import opacus.core.ranks.carried_layers
 from opacus.core.record.own_weights import Owned, own_weights, views_to_own
 from tests.helpers import direct_calls
 from tests.helpers.carried import ROWS, STEPS, Case, Net, batch
@@ -124,7 +125,7 @@ def test_a_weight_of_another_type_is_left_alone(owned: list[nn.Module]) -> None:
 def test_on_a_gpu_sums_are_those_of_records(owned: list[nn.Module]) -> None:
     sums: dict[int, list[Tensor]] = {}
     for tokens in (1, 10**9):  # from where on a layer has weights of its own
-        opacus.core.ranks.carried.OWN_WEIGHT_TOKENS = tokens
+        opacus.core.ranks.carried_layers.OWN_WEIGHT_TOKENS = tokens
         torch.manual_seed(5)
         net = Net().cuda()
         held = [p for p in net.parameters() if p.requires_grad]

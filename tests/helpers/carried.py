@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import opacus.core.ranks.carried
+import opacus.core.ranks.carried_layers
 import opacus.core.sums.choice
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from tests.helpers import oracle
@@ -71,9 +71,9 @@ class Net(nn.Module):
         return output
 
 
-def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+def batch(rows: int, seed: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, TOKENS, 4, generator=random) * 2
+    x = torch.randn(rows, tokens, 4, generator=random) * 2
     return x, torch.randint(0, 3, (rows,), generator=random)
 
 
@@ -131,11 +131,17 @@ class Case:
         self.module._recorder.sink = noting
 
     def error(
-        self, rank: int, world_size: int, seed: int, views: int = 1, rows: int = ROWS
+        self,
+        rank: int,
+        world_size: int,
+        seed: int,
+        views: int = 1,
+        rows: int = ROWS,
+        tokens: int = TOKENS,
     ) -> float:
         """Worst error of a step's sums, after its norms have been compared, too."""
         self.records.clear()
-        x, y = batch(rows * world_size, seed)
+        x, y = batch(rows * world_size, seed, tokens)
         own = slice(rows * rank, rows * (rank + 1))
         sums, norms = wanted(self.double, x, y, views)
         assert (norms > 2 * C).all()
@@ -155,4 +161,4 @@ def prefer(what: str) -> None:
     """Let the planner ``"store"`` or ``"keep"`` all layers where both are possible."""
     opacus.core.sums.choice.KEEP_PASSES = 10**9 if what == "store" else 2
     opacus.core.sums.choice.STORE_PASSES = 10**9 if what == "keep" else 3
-    opacus.core.ranks.carried.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here
+    opacus.core.ranks.carried_layers.OWN_WEIGHT_TOKENS = 1  # layers may have few tokens here

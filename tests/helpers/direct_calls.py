@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.stateless import _reparametrize_module
 
-import opacus.core.ranks.carried
+import opacus.core.ranks.carried_layers
 import opacus.core.sums.choice
 from tests.helpers.carried import ROWS, STEPS, Case, batch, prefer, wanted
 from tests.helpers.lone_sample import no_gradient
@@ -22,7 +22,7 @@ def store_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in [
         (opacus.core.sums.choice, "KEEP_PASSES"),
         (opacus.core.sums.choice, "STORE_PASSES"),
-        (opacus.core.ranks.carried, "OWN_WEIGHT_TOKENS"),
+        (opacus.core.ranks.carried_layers, "OWN_WEIGHT_TOKENS"),
     ]:
         monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
     prefer("store")

@@ -23,7 +23,8 @@ Note [Carriers]
     Which layers these are was learnt from a step with records, of inputs with the same shapes and
     at least as many samples (more may need more memory than was there): those whose rows are the
     units and that run once. What a layer does otherwise later (several inputs, other rows) is
-    tapped as ever.
+    tapped as ever. Where all of them are stored, which takes the same memory whatever the inputs'
+    length, the step may have had up to twice as long ones: texts differ in length each time.
 
     One process uses this, too. It is among the ranks' files as parts are FSDP2's: their parameters
     are there just before they run.
@@ -38,97 +39,43 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opacus.core.norms.kept import Kept
 from opacus.core.platform.sharded import is_fsdp
-from opacus.core.platform.sizes import OWN_WEIGHT_TOKENS
 from opacus.core.platform.torch_internals import (
     calls_themselves,
     number_of_backward,
     outside_graphs,
 )
 from opacus.core.platform.trees import leaves_of
-from opacus.core.ranks.carrier_nodes import (
-    PartNode,
-    Target,
-    Unused,
-    with_rows,
-    without_memory,
-)
+from opacus.core.ranks.carried_layers import Carrying, carried_layer, targets_of
+from opacus.core.ranks.carrier_nodes import PartNode, Unused, with_rows
 from opacus.core.ranks.lone_parts import UseOfParts
-from opacus.core.record.carriers import BOTH, Carriers
+from opacus.core.record.carriers import Carriers
 from opacus.core.record.hooks import LayerHooks
 from opacus.core.record.lone import PassSink
-from opacus.core.record.own_calls import Call, call_directly, call_of, calls_may_change
-from opacus.core.record.own_weights import (
-    Owned,
-    can_own,
-    cast_on,
-    own_weights,
-    views_to_own,
-)
+from opacus.core.record.own_calls import call_directly, calls_may_change
+from opacus.core.record.own_weights import Owned, cast_on, own_weights
 from opacus.core.record.passes import ForwardPass
-from opacus.core.record.record import ANCHOR, Use
+from opacus.core.record.record import ANCHOR
 from opacus.core.record.recorder import Recorder
 from opacus.core.record.trail import constant
-from opacus.core.rules.base import Carried as CarriedForm
 from opacus.core.rules.spec import LayerSpec
 from opacus.core.sums.choice import Choice
 from opacus.core.sums.limits import Limits
 
 # Shapes of inputs that are remembered.
 MOST_KNOWN = 64
+_SAMPLES = "samples"
 
 
-class _CarriedLayer(NamedTuple):
-    """A layer that is carried.
-
-    Attributes:
-        hooks: Of the layer.
-        form: What its carriers get.
-        likes: One tensor without memory for each of them.
-        dims: Of its output.
-        choice: Of the planner, where gradients are stored; else the layer's record is kept.
-        name: Of the layer.
-        owners: Names in the model of the parameters whose gradients the carriers get.
-        owns: The layer, if each sample may have a weight of its own.
-        call: What may stand for its call, if it is a plain linear one.
-    """
-
-    hooks: LayerHooks
-    form: CarriedForm
-    likes: list[Tensor]
-    dims: int
-    choice: Choice | None
-    name: str
-    owners: tuple[str, ...]
-    owns: nn.Module | None
-    call: Call | None
-
-
-class _Carrying(NamedTuple):
-    """What one part carries for inputs of some shapes.
-
-    Attributes:
-        layers: Of the part.
-        names: Of the layers.
-        choices: Of those whose gradients are stored, by layer.
-        device: Where they are.
-        calls: What may stand for the calls of plain linear ones.
-    """
-
-    layers: list[_CarriedLayer]
-    names: frozenset[str]
-    choices: dict[str, Choice]
-    device: torch.device
-    calls: list[Call]
-
-
-Known = dict[nn.Module, _Carrying]
+Known = dict[nn.Module, Carrying]
+# The forms of a model's arguments.
+Inputs = tuple[Hashable, ...]
 
 
 class Carried:
@@ -154,8 +101,8 @@ class Carried:
         limits: Limits,
     ) -> None:
         self._sink, self._limits = sink, limits
-        self._known: dict[Hashable, tuple[int, Known]] = {}  # with the samples learnt from
-        self.learning: tuple[Hashable, ForwardPass] | None = None  # a pass to learn from
+        self._known: dict[Inputs, tuple[int, Known]] = {}  # with the samples learnt from
+        self.learning: tuple[Inputs, ForwardPass] | None = None  # a pass to learn from
         self._again: set[nn.Module] = set()  # compiled parts that a checkpoint has run again in it
         self._passes: weakref.WeakKeyDictionary[ForwardPass, Known] = weakref.WeakKeyDictionary()
         self._now: Known = {}
@@ -163,7 +110,7 @@ class Carried:
         self._use: UseOfParts | None = None
         self._direct = 0  # layers that have been called without hooks in it
         # With what is called without hooks now.
-        self._entered: list[tuple[nn.Module, _Carrying, list[nn.Module]]] = []
+        self._entered: list[tuple[nn.Module, Carrying, list[nn.Module]]] = []
         self._parts: dict[nn.Module, list[LayerHooks]] = {}
         self.choices: dict[str, Choice] = {}  # of the layers that the latest pass has carried
         enter, leave = outside_graphs(self._enter), outside_graphs(self._leave)
@@ -194,7 +141,7 @@ class Carried:
         if not plain or limits.limited or limits.again:
             return
         key = tuple([_form(leaf, batch) for leaf in leaves_of(inputs)])
-        most, known = self._known.get(key, (0, {}))
+        most, known = self._known.get(key) or self._learnt_of_longer(key)
         if batch is not None and batch > most:
             self.learning = key, forward_pass
         elif known and rows_are_units:
@@ -204,6 +151,14 @@ class Carried:
             for part in known:
                 if not is_fsdp(part):
                     self._enter(part)
+
+    def _learnt_of_longer(self, key: Inputs) -> tuple[int, Known]:
+        """What was learnt from inputs that were up to twice as long as these; else nothing."""
+        for other, learnt in self._known.items():
+            layers = [layer for own in learnt[1].values() for layer in own.layers]
+            if _is_longer(other, key) and all(layer.choice is not None for layer in layers):
+                return learnt
+        return 0, {}
 
     @property
     def manner(self) -> Hashable:
@@ -239,12 +194,14 @@ class Carried:
         for part, layers in self._parts.items():
             again = frozenset() if part in self._again else seen.generation.recomputed
             maybe = [
-                _carried(h, seen, kept, choices) for h in layers if h.layer.spec.name not in again
+                carried_layer(h, seen, kept, choices)
+                for h in layers
+                if h.layer.spec.name not in again
             ]
             own = [layer for layer in maybe if layer is not None]
             if own:
                 names = frozenset(layer.name for layer in own)
-                found[part] = _Carrying(
+                found[part] = Carrying(
                     own,
                     names,
                     {c.layer: c for layer in own if (c := layer.choice) is not None},
@@ -289,7 +246,7 @@ class Carried:
         one, first = self._use.forward_pass, carrying.layers[0].hooks.layer.spec
         cast, direct = cast_on(carrying.device), calls_may_change()
         with torch.no_grad():
-            targets, likes = _targets(carrying, one, cast, direct)
+            targets, likes = targets_of(carrying, one, cast, direct)
         carriers = iter(PartNode.apply(ANCHOR, self._use, targets, likes, first) or ())
         owned: Owned = []
         for layer, target in zip(carrying.layers, targets, strict=True):
@@ -359,70 +316,23 @@ class Carried:
         self._passes = weakref.WeakKeyDictionary()
 
 
-def _carried(
-    hooks: LayerHooks, seen: ForwardPass, kept: Kept, choices: Mapping[str, Choice]
-) -> _CarriedLayer | None:
-    """How a layer is carried that ran once, on the units' rows; ``None`` if it is not."""
-    layer, name, uses = hooks.layer, hooks.layer.spec.name, seen.generation
-    known = uses.uses.get(name) == 1 and name not in seen.moved
-    ours = not (layer.shared or layer.unheld or layer.reader) and hooks.counts_rows_first()
-    form, choice = layer.rule.carried(layer.spec), choices.get(name)
-    if form is None or choice is None or not (known and ours):
-        return None
-    rows: list[Tensor | None] = []
-    if choice.what == "store" and name in kept.layers:
-        rows += [kept.formed.get(layer.owners[local]) for local in layer.spec.params]
-    elif choice.what == "keep" and name not in kept.layers:
-        form = BOTH
-        records = [r for r in kept.held if r.spec.name == name and r.copied]
-        rows += records[0].tensors if len(records) == 1 else []
-        choice = None
-    if not rows or not all(row is not None and len(row) == seen.batch for row in rows):
-        return None
-    likes = [without_memory(row) for row in rows if row is not None]
-    (dims,) = [dims for own, dims in seen.kinds if own == name]
-    owners = tuple([layer.owners[local] for local in layer.spec.params])
-    eager = choice is not None and name not in uses.recomputed
-    tokens = seen.tokens.get(name, -1) if eager else -1
-    owns = layer.module if tokens >= OWN_WEIGHT_TOKENS and can_own(layer) else None
-    call = call_of(hooks) if tokens >= 0 and owns is None else None
-    return _CarriedLayer(hooks, form, likes, dims, choice, name, owners, owns, call)
-
-
-def _targets(
-    carrying: _Carrying, forward_pass: ForwardPass, cast: torch.dtype | None, may_own: bool
-) -> tuple[list[Target], list[Tensor]]:
-    """Those of layers that are about to run, whose uses are noted, and models of the carriers."""
-    batch, uses = forward_pass.batch, forward_pass.generation.uses
-    targets: list[Target] = []
-    likes: list[Tensor] = []
-    for layer in carrying.layers:
-        views = None
-        if layer.choice is None:
-            targets.append(_target(layer, forward_pass))
-        else:
-            uses[layer.name] = uses.get(layer.name, 0) + 1
-            if may_own and layer.owns is not None:
-                views = views_to_own(layer.owns, batch, cast)
-            targets.append(layer.owners if views is None else layer.owners[0])
-        if views is None:
-            likes += [with_rows(like, batch) for like in layer.likes]
-        else:
-            likes.append(views)
-    return targets, likes
-
-
-def _target(carried: _CarriedLayer, forward_pass: ForwardPass) -> Use:
-    """That of a layer whose record is kept: its use."""
-    layer = carried.hooks.layer
-    use = Use(carried.hooks.recorder, layer, layer.spec, forward_pass, 0)
-    use.register(with_rows(carried.likes[1], forward_pass.batch).shape, counted=True)
-    return use
-
-
 def _form(leaf: Any, batch: int | None) -> Hashable:
     """What of an argument of the model decides what is carried, for any number of samples."""
     if not isinstance(leaf, Tensor):
         return constant(leaf)  # type: ignore[no-any-return]
     shape = tuple(leaf.shape)
-    return ("samples", *shape[1:]) if shape[:1] == (batch,) else shape
+    return (_SAMPLES, *shape[1:]) if shape[:1] == (batch,) else shape
+
+
+def _is_longer(one: Inputs, other: Inputs) -> bool:
+    """Whether arguments with a row for each sample are up to twice as large, and others alike."""
+    return len(one) == len(other) and all(map(_covers, one, other))
+
+
+def _covers(large: Any, small: Any) -> bool:
+    if large == small:
+        return True
+    rows = isinstance(large, tuple) and isinstance(small, tuple) and len(large) == len(small)
+    if not rows or not large[0] == small[0] == _SAMPLES:
+        return False
+    return all(n <= most <= 2 * n for most, n in zip(large[1:], small[1:], strict=True))
