@@ -58,6 +58,7 @@ from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import outside_graphs, under_functorch
 from opacus.core.platform.trees import tensors_of
@@ -214,6 +215,7 @@ class Isolation:
             return
         self.pending = [w for w in self.pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
+        self._watch.started = Attributes(module)
 
     def _counts(self, watch: Watch) -> bool:
         """Whether a backward pass has gone through a forward pass; with other ranks has begun to.
