@@ -101,8 +101,12 @@ class Schedule:
         return key not in self.known and self.checks - self.free < 16 + self.steps // 500
 
     def doubt(self) -> None:
-        """A batch was refused: the next ones are checked, too, until one is not."""
+        """A batch was refused: the next ones are checked, too, until one is not.
+
+        However many are refused, as many checks are left for others.
+        """
         self.latest = -self.interval
+        self.free += 1
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -256,7 +260,8 @@ class Isolation:
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
-        watch.relies, watch.assumed = course, self.recorder.whose.assumed
+        whose = self.recorder.whose
+        watch.relies, watch.assumed, watch.course = course, whose.assumed, whose.course.taken
         self.pending.append(watch)
         if not tensors_of(output):
             self._warn(messages.UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
@@ -325,6 +330,8 @@ class Isolation:
                 refusal = self._checked(watch, refusal)
             if refusal is not None:
                 self.schedule.doubt()
+                for watch in pending if refusal != messages.ELSEWHERE else ():
+                    self.recorder.whose.course.forget(watch.course)
                 raise IsolationError(refusal)
         finally:
             self.schedule.steps += 1

@@ -20,6 +20,7 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
+from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 
 # Most units that are run together; no more than two of units with many outputs.
@@ -58,6 +59,7 @@ class Watch:
         self.shared = shared
         self.started: Attributes | None = None  # what the model held when it began, if known
         self.relies = False  # see Runs; the pass took another course than those before
+        self.course: Taken | None = None  # that the pass took
         self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended

@@ -114,7 +114,9 @@ class WhoseRows:
 
     def ran(self, manner: Hashable) -> None:
         """It has come through; see :meth:`Course.end`."""
-        self.course.end(manner, followed=self._follower.trail is not None)
+        trail = self._follower.trail
+        looked = trail is not None and any(trail.looked)
+        self.course.end(manner, followed=trail is not None, looked=looked)
         if self.course.new:
             self._follower.follow_next()
 
