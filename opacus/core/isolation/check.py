@@ -261,7 +261,8 @@ class Isolation:
         if watch is None:
             return None
         whose = self.recorder.whose
-        watch.relies, watch.assumed, watch.course = course, whose.assumed, whose.course.taken
+        watch.relies = course and not whose.followed
+        watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)
         if not tensors_of(output):
             self._warn(messages.UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))

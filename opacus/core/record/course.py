@@ -29,7 +29,8 @@ class Course:
     """Notices forward passes that take another course than those before.
 
     Attributes:
-        new: Whether the latest one did, on inputs whose structure was known, unfollowed.
+        new: Whether the latest one did, on inputs whose structure was known, unless following it
+            has shown all that it did.
         taken: The latest one's, ``None`` if it is not told apart.
         compiled: Whether graphs were made in it, which took longer than any check of it.
     """
@@ -59,7 +60,8 @@ class Course:
         Args:
             manner: In another one layers make other nodes for the same.
             followed: Whether whose rows layers had in it was looked at.
-            looked: Whether the program looked at values in it, which may have chosen the course.
+            looked: Whether the program looked at values in it then: they may have chosen the
+                course, which following it does not show.
         """
         structure, self._key = self._key, None
         if structure is None or torch.compiler.is_compiling():
@@ -72,9 +74,8 @@ class Course:
             if len(self._known) < MOST_STRUCTURES:
                 self._known[key] = {made}
         elif self.compiled or len(known) <= MOST_COURSES:
-            self.new = (self.compiled or made not in known) and not followed
-            if not (followed and looked):  # else nobody has asked whether samples meet in it
-                known.add(made)
+            self.new = (self.compiled or made not in known) and (looked or not followed)
+            known.add(made)
 
     def forget(self, taken: Taken | None) -> None:
         """What took this course was refused: it is another one again when it is next taken."""
