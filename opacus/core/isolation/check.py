@@ -32,9 +32,9 @@ Note [When]
     :func:`~opacus.core.isolation.unit_slices.structure`); at the first one whose rows could not be
     followed, nor are known from others; and after a forward pass that took another course (see
     :mod:`opacus.core.record.course`), as often as a share of all steps allows; after a batch that
-    was refused; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
-    number of steps, and for a new structure by meeting in the store, where only ranks go that
-    see one.
+    was refused, and each time that its course is taken again; and every
+    :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the number of steps, and
+    for a new structure by meeting in the store, where only ranks go that see one.
 
 Note [What is not seen]
     A loss that the model and our criterion do not compute (``hooks``): only its gradient is
