@@ -163,8 +163,7 @@ class Isolation:
         if not self.on and not Isolation._warned:
             Isolation._warned = True
             warnings.warn(
-                f"{VARIABLE}=0: nothing checks whether a sample's gradient depends on other "
-                "samples of its batch, which no clipping would bound",
+                messages.OFF.format(VARIABLE),
                 stacklevel=6,
             )
 
@@ -301,13 +300,8 @@ class Isolation:
         with torch.no_grad(), self.recorder.paused():
             found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
         if found is not None:
-            said = (
-                f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
-                "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
-                "a loss that is normalised over the batch. Compute it from each sample alone"
-            )
             for watch in waiting:
-                watch.refusal = said
+                watch.refusal = messages.COUPLED.format(found)
 
     def _notice_mean(self, found: str) -> None:
         self._warn(messages.MEAN.format(found))
@@ -413,10 +407,7 @@ class Isolation:
             return None
         if not watch.divided or not watch.rows.divides(watch.inputs):
             self.schedule.note(watch.key)
-            self._warn(
-                "whether a sample's gradient depends on the other samples of its batch cannot be "
-                "checked: the model's inputs or outputs have no row for each sample"
-            )
+            self._warn(messages.NO_ROWS)
             return None
         return self._real_runs(watch)
 
