@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -97,8 +98,16 @@ def written_alone(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x))
 
 
+def written_in_part(net: Any, x: Tensor) -> Tensor:
+    """Memory of a fixed size, of which each batch writes to as much as it reads."""
+    if net.state is None:
+        net.state = torch.zeros(2 * B, 2 * D).double()
+    net.state[: len(x), :D] = x > 0
+    return net.b(net.a(x) * net.state[: len(x), :D])
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-@pytest.mark.parametrize("use", [on_first_call, written_alone])
+@pytest.mark.parametrize("use", [on_first_call, written_alone, written_in_part])
 def test_what_may_be_kept(use: Any, mode: str) -> None:
     made = private(Net(use).double(), mode)
 
@@ -127,3 +136,30 @@ def test_of_another_call_on_the_same_batch(mode: str) -> None:
         optimizer.zero_grad()
         criterion(model(x) + model(x), y).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_states_that_a_program_resets_for_each_batch(mode: str) -> None:
+    """They are compared from what each sample starts from, not from what the batch has left."""
+
+    def recurrent(net: Any, x: Tensor) -> Tensor:
+        h = (net.a(x) + net.b(net.state)).tanh()
+        net.state = h.detach()
+        return (net.a(h) + net.b(h)).tanh()
+
+    net = Net(recurrent).double()
+    made = private(net, mode)
+    for seed in range(4):
+        x, y = batch(seed)
+        net.state = torch.zeros(B, D).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(made, x, y)
+
+        def loss(model: Any, one: Any) -> Tensor:
+            model.state = torch.zeros(1, D).double()
+            return nn.functional.cross_entropy(model(one[0]), one[1])
+
+        want = oracle.per_sample_gradients(Net(recurrent).double(), loss, (x, y))
+        for name, one in oracle.clipped_sum(want, CLIP).items():
+            torch.testing.assert_close(made[0].get_parameter(f"_module.{name}").grad, one)

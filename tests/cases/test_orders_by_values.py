@@ -141,3 +141,15 @@ def test_a_mask_that_all_samples_decide_on() -> None:
     for one in (batch(1, slice(None)), batch(2, slice(None)), x):
         with pytest.raises(ValueError, match="of no single sample: any"):
             assert_right_or_refused(made, alone, one)
+
+
+def test_joins_of_loops_are_as_many_as_there_are_samples() -> None:
+    def loops(net: Any, x: Tensor) -> Tensor:
+        return net.a(torch.stack(list(x)) + torch.stack([torch.stack(list(one)) for one in x]))
+
+    made, alone = (
+        private(Net(loops).double(), "ghost_bk"),
+        Net(lambda net, x: net.a(2 * x)).double(),
+    )
+    for seed, rows in enumerate([4, 4, 4, 2, 3, 2, 3, 4]):
+        assert assert_right_or_refused(made, alone, batch(seed, slice(rows)))

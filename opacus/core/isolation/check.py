@@ -32,9 +32,9 @@ Note [When]
     :func:`~opacus.core.isolation.unit_slices.structure`); at the first one whose rows could not be
     followed, nor are known from others; and after a forward pass that took another course (see
     :mod:`opacus.core.record.course`), as often as a share of all steps allows; after a batch that
-    was refused; and every :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the
-    number of steps, and for a new structure by meeting in the store, where only ranks go that
-    see one.
+    was refused, and each time that its course is taken again; and every
+    :attr:`Isolation.interval` steps. Under FSDP2 ranks decide alike: by the number of steps, and
+    for a new structure by meeting in the store, where only ranks go that see one.
 
 Note [What is not seen]
     A loss that the model and our criterion do not compute (``hooks``): only its gradient is
@@ -58,6 +58,7 @@ from opacus.core.isolation.probe import Difference, IncomparableError, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import outside_graphs, under_functorch
 from opacus.core.platform.trees import tensors_of
@@ -100,8 +101,12 @@ class Schedule:
         return key not in self.known and self.checks - self.free < 16 + self.steps // 500
 
     def doubt(self) -> None:
-        """A batch was refused: the next ones are checked, too, until one is not."""
+        """A batch was refused: the next ones are checked, too, until one is not.
+
+        However many are refused, as many checks are left for others.
+        """
         self.latest = -self.interval
+        self.free += 1
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -158,8 +163,7 @@ class Isolation:
         if not self.on and not Isolation._warned:
             Isolation._warned = True
             warnings.warn(
-                f"{VARIABLE}=0: nothing checks whether a sample's gradient depends on other "
-                "samples of its batch, which no clipping would bound",
+                messages.OFF.format(VARIABLE),
                 stacklevel=6,
             )
 
@@ -214,6 +218,7 @@ class Isolation:
             return
         self.pending = [w for w in self.pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
+        self._watch.started = Attributes(module)
 
     def _counts(self, watch: Watch) -> bool:
         """Whether a backward pass has gone through a forward pass; with other ranks has begun to.
@@ -254,7 +259,9 @@ class Isolation:
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
-        watch.relies, watch.assumed = course, self.recorder.whose.assumed
+        whose = self.recorder.whose
+        watch.relies = course and not whose.followed
+        watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)
         if not tensors_of(output):
             self._warn(messages.UNSEEN.format(f"returned {type(output).__name__}, with no tensor"))
@@ -293,13 +300,8 @@ class Isolation:
         with torch.no_grad(), self.recorder.paused():
             found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
         if found is not None:
-            said = (
-                f"the criterion mixes samples: {found}. Clipping cannot bound what such a sample "
-                "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
-                "a loss that is normalised over the batch. Compute it from each sample alone"
-            )
             for watch in waiting:
-                watch.refusal = said
+                watch.refusal = messages.COUPLED.format(found)
 
     def _notice_mean(self, found: str) -> None:
         self._warn(messages.MEAN.format(found))
@@ -323,6 +325,8 @@ class Isolation:
                 refusal = self._checked(watch, refusal)
             if refusal is not None:
                 self.schedule.doubt()
+                for watch in pending if refusal != messages.ELSEWHERE else ():
+                    self.recorder.whose.course.forget(watch.course)
                 raise IsolationError(refusal)
         finally:
             self.schedule.steps += 1
@@ -403,10 +407,7 @@ class Isolation:
             return None
         if not watch.divided or not watch.rows.divides(watch.inputs):
             self.schedule.note(watch.key)
-            self._warn(
-                "whether a sample's gradient depends on the other samples of its batch cannot be "
-                "checked: the model's inputs or outputs have no row for each sample"
-            )
+            self._warn(messages.NO_ROWS)
             return None
         return self._real_runs(watch)
 

@@ -19,6 +19,19 @@ INCOMPARABLE = (
     "this model: {}. See opacus.check_isolation"
 )
 
+NO_ROWS = (
+    "whether a sample's gradient depends on the other samples of its batch cannot be "
+    "checked: the model's inputs or outputs have no row for each sample"
+)
+OFF = (
+    "{}=0: nothing checks whether a sample's gradient depends on other "
+    "samples of its batch, which no clipping would bound"
+)
+COUPLED = (
+    "the criterion mixes samples: {}. Clipping cannot bound what such a sample "
+    "contributes. Likely causes: a contrastive loss with negatives from the batch, or "
+    "a loss that is normalised over the batch. Compute it from each sample alone"
+)
 MEAN = (
     "the loss is {}: the gradient of a sample depends on the other samples of its "
     "batch, which clipping does not bound. Take the mean over each sample's own "

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from opacus.core.isolation.losses import batch_mean
 from opacus.core.isolation.probe import IncomparableError, Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
+from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
+from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 
 # Most units that are run together; no more than two of units with many outputs.
@@ -55,7 +57,9 @@ class Watch:
         self.tokens = tokens
         self.key = key
         self.shared = shared
+        self.started: Attributes | None = None  # what the model held when it began, if known
         self.relies = False  # see Runs; the pass took another course than those before
+        self.course: Taken | None = None  # that the pass took
         self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended
@@ -237,10 +241,12 @@ class WatchedRuns:
         return tensors, grads
 
     def _outputs(self, args: Any, kwargs: Any) -> list[Any]:
-        """What the model gives, in autocast as in the step."""
+        """What the model gives, in autocast as in the step, from the attributes of its start."""
         with ExitStack() as stack:
             for context in self.watch.contexts:
                 stack.enter_context(torch.autocast(**context))
+            if self.watch.started is not None:
+                self.watch.started.put_back()
             return leaves_of(self.model(*args, **kwargs))
 
 

@@ -21,23 +21,30 @@ MOST_COURSES = 8
 MOST_STRUCTURES = 4096
 
 
+# A structure of inputs with a manner, and so many nodes.
+Taken = tuple[Hashable, int]
+
+
 class Course:
     """Notices forward passes that take another course than those before.
 
     Attributes:
-        new: Whether the latest one did, on inputs whose structure was known, unfollowed.
+        new: Whether the latest one did, on inputs whose structure was known, unless following it
+            has shown all that it did.
+        taken: The latest one's, ``None`` if it is not told apart.
         compiled: Whether graphs were made in it, which took longer than any check of it.
     """
 
     def __init__(self) -> None:
         self.new = self.compiled = False
+        self.taken: Taken | None = None
         self._known: dict[Hashable, set[int]] = {}
         self._key: Hashable = None
         self._nodes = self._graphs = 0
 
     def expect(self, key: Hashable) -> None:
         """A forward pass will run, on inputs of this structure; ``None`` if it does not count."""
-        self.new = self.compiled = False
+        self.new, self.compiled, self.taken = False, False, None
         self._key = key
 
     def begin(self) -> None:
@@ -47,12 +54,14 @@ class Course:
             return
         self._nodes, self._graphs = number_of_nodes(), number_of_graphs()
 
-    def end(self, manner: Hashable = None, *, followed: bool) -> None:
+    def end(self, manner: Hashable = None, *, followed: bool, looked: bool = False) -> None:
         """It has come through.
 
         Args:
             manner: In another one layers make other nodes for the same.
             followed: Whether whose rows layers had in it was looked at.
+            looked: Whether the program looked at values in it then: they may have chosen the
+                course, which following it does not show.
         """
         structure, self._key = self._key, None
         if structure is None or torch.compiler.is_compiling():
@@ -60,12 +69,18 @@ class Course:
         key = structure, manner
         made, known = number_of_nodes() - self._nodes, self._known.get(key)
         self.compiled = number_of_graphs() > self._graphs
+        self.taken = key, made
         if known is None:
             if len(self._known) < MOST_STRUCTURES:
                 self._known[key] = {made}
         elif self.compiled or len(known) <= MOST_COURSES:
-            self.new = (self.compiled or made not in known) and not followed
+            self.new = (self.compiled or made not in known) and (looked or not followed)
             known.add(made)
+
+    def forget(self, taken: Taken | None) -> None:
+        """What took this course was refused: it is another one again when it is next taken."""
+        if taken is not None:
+            self._known.get(taken[0], set()).discard(taken[1])
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Course())

@@ -42,7 +42,7 @@ class KeptValues:
         if not self._known or (self._batch is not None and self._batch() is batch):
             return
         for name, tensor in _held(model):
-            if name in self._known:
+            if name in self._known and not _is_reset(tensor, trail):
                 reason = f"{name} holds what was computed from samples of an earlier batch, of "
                 reason += "which a later one may know nothing"
                 trail.mark(tensor, Lost(reason, mixed=True))
@@ -54,6 +54,12 @@ class KeptValues:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())
+
+
+def _is_reset(tensor: Tensor, trail: Trail) -> bool:
+    """Whether nothing is left of a batch: a program sets states to zero for the next one."""
+    with trail.aside():
+        return not bool(tensor.any())
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

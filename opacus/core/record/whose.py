@@ -41,6 +41,7 @@ class WhoseRows:
         guesses: Whether the latest one of several samples could not be followed, and nothing is
             known of its like.
         assumed: Whether rows were taken to be the units' in it, though nothing showed it.
+        followed: Whether the latest one that came through was followed.
         asked: Whether :meth:`place` has something to do for every layer now; else it only has for
             outputs of one row, batches of one sample, and units that the user names.
     """
@@ -52,7 +53,7 @@ class WhoseRows:
         self.course = Course()
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
-        self.asked = self.guesses = self.assumed = False
+        self.asked = self.guesses = self.assumed = self.followed = False
         # Units of layers that ran without gradients, as reentrant checkpoints let them.
         self._hidden: Hidden = {}
         self._shared: Trail | None = None  # of the latest forward pass in which layers were shared
@@ -114,7 +115,10 @@ class WhoseRows:
 
     def ran(self, manner: Hashable) -> None:
         """It has come through; see :meth:`Course.end`."""
-        self.course.end(manner, followed=self._follower.trail is not None)
+        trail = self._follower.trail
+        self.followed = trail is not None
+        looked = trail is not None and any(trail.looked)
+        self.course.end(manner, followed=self.followed, looked=looked)
         if self.course.new:
             self._follower.follow_next()
 

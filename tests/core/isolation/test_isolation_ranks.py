@@ -157,3 +157,45 @@ def test_all_ranks_go_on_where_the_model_does_not_run_on_one() -> None:
     assert alone == again == "trained"  # it runs on one sample twice
     assert "cannot be run on another rank" in two[0] and two[1:3] == ["trained", "trained"]
     assert one[3:] == one[:3] and two[3:] == two[:3]
+
+
+class Branches(Net):
+    """Samples meet where one is large, a branch that a pass takes as its values say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = h * 3 if (x > 99).any() else h
+        return self.h(self.b(h.tanh()))
+
+
+def branches(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    model = fully_shard(Branches(False))
+    private, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=0.1,
+        data_loader=DataLoader(TensorDataset(torch.arange(32)), batch_size=8),
+        poisson_sampling=False, grad_sample_mode="ghost_fsdp",
+    )  # fmt: skip
+    found = []
+    # The ranks on which a sample is large: nobody's, both, the first, ...
+    for number, large in enumerate(["", "", "", "01", "", "", "01", "0", "", "", "01", "", "01"]):
+        progress(number)
+        torch.manual_seed(10 * rank + number)
+        x = torch.randn(4, 6)
+        x[0, 0] = 100.0 if str(rank) in large else x[0, 0]
+        optimizer.zero_grad()
+        criterion(private(x), torch.arange(4) % 3).backward()
+        try:
+            optimizer.step()
+            found.append("trained")
+        except IsolationError:
+            found.append("refused")
+    return found
+
+
+def test_a_branch_that_was_refused_is_refused_each_time() -> None:
+    first, second = run_distributed(branches, 2, timeout=120)
+    assert first == second
+    assert [first[n] for n in (3, 6, 7, 10, 12)] == ["refused"] * 5  # the seventh: it was doubted
+    assert first.count("refused") == 5

@@ -39,8 +39,8 @@ def _no_stage() -> Any:
     stages.clear()
 
 
-def private(mode: str) -> Any:
-    net = Net()
+def private(mode: str, net: nn.Module | None = None) -> Any:
+    net = Net() if net is None else net
     return PrivacyEngine().make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
@@ -53,15 +53,17 @@ def private(mode: str) -> Any:
     )
 
 
-def step(made: Any) -> Tensor:
-    """The norms of a step on always the same batch."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(B, T, 6, generator=generator) * torch.tensor([0.1, 1, 3, 9]).view(B, 1, 1)
+def step(made: Any, x: Tensor | None = None) -> Tensor:
+    """The norms of a step on always the same batch, or this one."""
+    if x is None:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(B, T, 6, generator=generator) * torch.tensor([0.1, 1, 3, 9]).view(B, 1, 1)
     made[1].zero_grad()
-    made[2](made[0](x), torch.arange(B) % 3).backward()
+    criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
+    criterion(made[0](x), torch.arange(B) % 3).backward()
     made[1].step()
-    norms: Tensor = made[0].per_sample_gradient_norms
-    return norms.clone()
+    norms: Any = getattr(made[0], "per_sample_gradient_norms", None)
+    return norms if norms is None else norms.clone()
 
 
 @pytest.mark.parametrize("stage", ["reverses", "mixes"])
@@ -101,7 +103,33 @@ def test_a_harmless_change_is_checked_once() -> None:
     assert checks.checks == 2
 
 
-def passes(course: Course, sizes: list[int], *, followed: bool = False) -> list[bool]:
+class Branches(Net):
+    """Samples meet where one is large, a branch that another number of nodes shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if (x > 99).any():
+            h = h * 3
+        return self.head(torch.tanh(self.block(h)).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("at", [0, 1, 5])  # the pass of the second step is followed
+def test_a_course_that_was_refused_is_checked_each_time(mode: str, at: int) -> None:
+    made = private(mode, Branches())
+    usual = torch.randn(B, T, 6, generator=torch.Generator().manual_seed(1))
+    large = usual.clone()
+    large[0, 0, 0] = 100.0
+    for _ in range(at):
+        step(made, usual)
+    for _ in range(18):
+        with pytest.raises(IsolationError, match="is not its own"):
+            step(made, large)
+        for _ in range(2):
+            step(made, usual)
+
+
+def passes(course: Course, sizes: list[int], **how: bool) -> list[bool]:
     found = []
     for size in sizes:
         course.expect("a structure")
@@ -109,7 +137,7 @@ def passes(course: Course, sizes: list[int], *, followed: bool = False) -> list[
         x = torch.ones((), requires_grad=True)
         for _ in range(size):
             x = x + 1
-        course.end(followed=followed)
+        course.end(**{"followed": False, **how})
         found.append(course.new)
     return found
 
@@ -119,6 +147,14 @@ def test_new_courses() -> None:
     assert passes(course, [3, 3, 4, 4, 3]) == [False, False, True, False, False]
     assert passes(course, [7], followed=True) == [False]
     assert passes(course, [7]) == [False]
+
+
+def test_a_pass_that_was_followed_says_nothing_of_its_branches() -> None:
+    course = Course()
+    passes(course, [3])
+    assert passes(course, [7, 7], followed=True, looked=True) == [True, False]
+    course.forget(course.taken)
+    assert passes(course, [7, 3]) == [True, False]
 
 
 def test_courses_that_depend_on_data_say_nothing() -> None:

@@ -122,7 +122,8 @@ class Follower:
             other._absent, other._always = set(), set(self._always)
             other._answers = {key: _looked_at(answer) for key, answer in self._answers.items()}
             latest = self._latest
-            other._default = None if latest is None or latest.uses else _looked_at(latest)
+            if latest is not None and not latest.uses:
+                other._default = replace(_looked_at(latest), joined=None)  # of other sizes
         return other
 
     def begin(
@@ -214,9 +215,7 @@ class Follower:
             self._always.add(self._keys[0])
             warnings.warn(_CHANGED, stacklevel=2)
             return
-        self._remember(trail, answer, found, kinds)
-        if self._latest is not None:
-            self._latest.joined = joined
+        self._remember(trail, answer, found, kinds, joined)
 
     def _check_unfollowed(self, known: Answer, looks: PlacedRows | None, kinds: Kinds) -> None:
         if looks is not None and looks.seen != known.placed:
@@ -251,7 +250,14 @@ class Follower:
             warnings.warn(_WAITS.format(some), stacklevel=2)
         return bool(absent)
 
-    def _remember(self, trail: Trail, answer: Answer | None, found: Uses, kinds: Kinds) -> None:
+    def _remember(
+        self,
+        trail: Trail,
+        answer: Answer | None,
+        found: Uses,
+        kinds: Kinds,
+        joined: int | None,
+    ) -> None:
         """A pass was followed that agrees with what was known, if anything was."""
         units = [u for uses in found.values() for u in uses]
         plain = all(u is None for u in units)
@@ -265,11 +271,12 @@ class Follower:
         if answer is None or (answer.uses is None and not plain):
             answer = Answer()
         answer.uses = None if plain else found
-        answer.kinds, answer.placed = answer.kinds | kinds, trail.placed
+        answer.kinds, answer.placed, answer.joined = answer.kinds | kinds, trail.placed, joined
         answer.ran = answer.ran | ran
         answer.assumed |= trail.assumed
         self._latest = answer
-        simple = all(u is None or u.ids is None for u in units)
+        # Loops over samples or times join parts more or less often, as sizes say.
+        simple = joined is None and all(u is None or u.ids is None for u in units)
         self._answers[self._keys[0 if simple else 1]] = answer
 
     def knows(self, spec: LayerSpec, output: Tensor) -> bool:

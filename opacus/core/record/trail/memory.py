@@ -84,6 +84,16 @@ class Memory:
         memory.views[_place(tensor)] = state
         memory.source = max(memory.source, source)
 
+    def view(self, tensor: Tensor, state: State, source: int = SHAPES) -> None:
+        """A view of a tensor; ``state`` as far as the tensor's says.
+
+        Where nothing is known of that, what was written to just this part of it counts.
+        """
+        if isinstance(state, Lost) and tensor.layout is torch.strided:
+            memory = self._known.get(tensor.untyped_storage()._cdata)
+            state = state if memory is None else memory.views.get(_place(tensor), state)
+        self.put(tensor, state, source)
+
     def write(self, tensor: Tensor, state: State, source: int = SHAPES) -> None:
         """The elements of a tensor have been changed in place, and with them those of its views."""
         if tensor.numel() == 0:

@@ -328,11 +328,9 @@ class Trail(SharedTensors, TorchDispatchMode):
         source: int,
     ) -> None:
         """What results are now, and what was changed in place."""
+        put = self._memory.view if is_view(schema) else self._memory.put
         for tensor, state in zip(results, states, strict=True):
-            if in_place:
-                self._memory.write(tensor, state, source)
-            else:
-                self._memory.put(tensor, state, source)
+            (self._memory.write if in_place else put)(tensor, state, source)
         if in_place:
             return
         state = Lost(f"{schema.name} writes to a tensor") if concerns else None
