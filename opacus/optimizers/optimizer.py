@@ -337,6 +337,8 @@ class DPOptimizer(
         self._forget_step()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._overflowed = self._part_is_lost = False
+        for parameter in self._recorded():
+            parameter.grad = None  # it is not clipped
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]
