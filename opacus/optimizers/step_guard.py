@@ -43,7 +43,7 @@ def guard_steps(private: Guarded) -> None:
     _GUARDED.add(private)
 
 
-def let_go(private: Guarded) -> None:
+def let_go(private: Any) -> None:
     """The model is private no longer: what was not released is dropped, and others may step."""
     for parameter in private.unreleased:
         parameter.grad = None
