@@ -140,12 +140,18 @@ class AbstractGradSampleHooks(ABC):
         try:
             self.remove_hooks()
         finally:
-            if self.isolation is not None:
-                self.isolation.optimizer = None
+            self._let_optimizer_go()
             for parameter in self._module.parameters():
                 for attribute in OPACUS_PARAM_MONKEYPATCH_ATTRS:
                     if hasattr(parameter, attribute):
                         delattr(parameter, attribute)
+
+    def _let_optimizer_go(self) -> None:
+        """What it has not released is dropped: after this nothing tells that it is private."""
+        isolation = self.isolation
+        if isolation is not None and isolation.optimizer is not None:
+            isolation.optimizer.let_go()
+            isolation.optimizer = None
 
 
 class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):

@@ -333,10 +333,12 @@ class DPOptimizer(
         self._forget_clipping_norm()
 
     def reset_accumulation(self) -> None:
-        """Forget queued skip signals and partial sums of an unfinished logical batch."""
+        """Forget partial sums of an unfinished logical batch, and skip signals given by hand."""
         self._forget_step()
-        self._step_skip_queue.clear()
-        self._is_last_step_skipped = self._overflowed = self._part_is_lost = False
+        self._forget_signals()
+        self._is_last_step_skipped = self._overflowed = False
+        for parameter in self._recorded():
+            parameter.grad = None  # it is not clipped
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
             parameter.grad_sample = None  # type: ignore[attr-defined]

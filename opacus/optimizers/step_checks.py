@@ -79,6 +79,7 @@ class CheckedOptimizer:
     # Whether a part of the logical batch was left out or refused.
     _part_is_lost = False
     _step_skip_queue: list[bool]
+    _is_last_step_skipped: bool
     take_batch: Callable[[], None]
     reset_accumulation: Callable[[], None]
     zero_grad: Callable[..., None]
@@ -191,6 +192,14 @@ class CheckedOptimizer:
         self.reset_accumulation()
         self._step_skip_queue[:] = signals
         self._part_is_lost = more
+
+    def _forget_signals(self) -> None:
+        """Those of batches that a loader has given stay: the loop may have fetched ahead."""
+        if self.physical_pass is None:
+            self._step_skip_queue.clear()
+            self._part_is_lost = False
+        elif self._is_last_step_skipped:  # the rest of the logical batch is not all of it
+            self._part_is_lost = True
 
     def agree(self) -> None:
         """Before ranks communicate in a backward pass: all come to that, or all raise.

@@ -43,6 +43,13 @@ def guard_steps(private: Guarded) -> None:
     _GUARDED.add(private)
 
 
+def let_go(private: Any) -> None:
+    """The model is private no longer: what was not released is dropped, and others may step."""
+    for parameter in private.unreleased:
+        parameter.grad = None
+    _GUARDED.discard(private)
+
+
 @functools.cache
 def _look_at_all_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)

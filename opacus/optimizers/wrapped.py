@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.core.platform.delegated import Delegated
+from opacus.optimizers.step_guard import let_go
 
 
 class WrappedOptimizer(Optimizer):
@@ -23,6 +24,10 @@ class WrappedOptimizer(Optimizer):
     def unreleased(self) -> list[nn.Parameter]:
         """Parameters whose ``p.grad`` is of private samples, and has no noise yet."""
         raise NotImplementedError
+
+    def let_go(self) -> None:
+        """See :func:`opacus.optimizers.step_guard.let_go`."""
+        let_go(self)
 
     param_groups = Delegated[list[dict[str, Any]]]("original_optimizer")
     state = Delegated[defaultdict[Tensor, Any]]("original_optimizer")

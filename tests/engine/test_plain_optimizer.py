@@ -16,6 +16,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.adam import DPAdamW
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 
 def private(plain: Any, model: nn.Module, mode: str = "hooks") -> Any:
@@ -106,6 +107,49 @@ def test_the_private_optimizer_that_nobody_holds(mode: str) -> None:
     public.weight.grad = torch.ones_like(before)
     plain.step()
     assert torch.equal(model.weight, before - 0.1)
+
+
+def abandon(made: Any) -> None:
+    """A loop over physical batches is left between backward and step."""
+    with BatchMemoryManager(
+        data_loader=made[3], max_physical_batch_size=4, optimizer=made[1]
+    ) as physical:
+        for x, y in physical:
+            made[2](made[0](x), y).backward()
+            break
+
+
+DROPS: dict[str, Any] = {
+    "to_standard_module": lambda made: (backward(made), made[0].to_standard_module()),
+    "reset_accumulation": lambda made: (backward(made), made[1].reset_accumulation()),
+    "a loop that is left": abandon,
+}
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_no_gradient_of_a_batch_that_was_dropped_is_left(mode: str, how: str) -> None:
+    """Nothing tells any more that it is private; loops that clear after steps would use it."""
+    model = nn.Linear(4, 2)
+    made = private(torch.optim.SGD(model.parameters(), lr=0.1), model, mode)
+    later = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    DROPS[how](made)
+    later.step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_is_private_no_longer_is_trained_by_its_plain_optimizer(mode: str) -> None:
+    model = nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = private(plain, model, mode)
+    backward(made)
+    public = made[0].to_standard_module()
+    before = model.weight.detach().clone()
+    public(torch.ones(2, 4)).square().sum().backward()
+    plain.step()
+    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("as_keyword", [True, False])

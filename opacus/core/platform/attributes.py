@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-# Those of every module.
-_OWN = frozenset(vars(nn.Module()))
+# Those of every module, and those of private ones, through which they hold the whole model.
+_OWN = {*vars(nn.Module()), "ft_compute_sample_grad", "autograd_grad_sample_hooks"}
 _CONTAINERS = (list, dict, set, deque)
 
 
