@@ -218,7 +218,7 @@ class Isolation:
             return
         self.pending = [w for w in self.pending if w.key != key]
         self._watch = self._watched(inputs, units, key)
-        self._watch.started = Attributes(module)
+        self._watch.started = Attributes(module, tensors=True)
 
     def _counts(self, watch: Watch) -> bool:
         """Whether a backward pass has gone through a forward pass; with other ranks has begun to.

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from opacus.core.platform.trees import tensors_of
 
 # Those of every module, and those of private ones, through which they hold the whole model.
 _OWN = {*vars(nn.Module()), "ft_compute_sample_grad", "autograd_grad_sample_hooks"}
@@ -24,10 +27,20 @@ class Attributes:
 
     Args:
         module: Held weakly, with its parts.
+        tensors: Only those that are or hold tensors, like states; others that modules get as they
+            run for the first time (whether hooks are installed, say) then stay. What DDP holds
+            stays, too: whether it broadcasts is no state of the model.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, tensors: bool = False) -> None:
+        self._tensors = tensors
         self._values = [(weakref.ref(part), _of(part)) for part in module.modules()]
+        if tensors:
+            self._values = [
+                (part, {name: value for name, value in values.items() if tensors_of(value)})
+                for part, values in self._values
+                if not isinstance(part(), DistributedDataParallel)
+            ]
         self._entries = [
             (value, list(value.items() if isinstance(value, dict) else value))
             for _, values in self._values
@@ -43,7 +56,8 @@ class Attributes:
         for part, values in self._values:
             module = part()
             if module is not None:
-                for name in [n for n in _of(module) if n not in values]:
+                new = [] if self._tensors else [n for n in _of(module) if n not in values]
+                for name in new:
                     del module.__dict__[name]
                 module.__dict__.update(values)
         for value, entries in self._entries:
