@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -28,6 +27,8 @@ from memory_test.benchmarks.contenders import Contender, Recipe, build
 from memory_test.benchmarks.trainer_steps import now
 from memory_test.benchmarks.ways import EAGER, Amount, Way, ways_of
 from memory_test.common.launch import joined
+from memory_test.common.memory import release
+from memory_test.common.results import write_json
 from memory_test.common.schema import head, versions
 
 CUDA = torch.cuda.is_available()
@@ -97,9 +98,7 @@ class Rows:
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0
         row |= contender.held()
         del contender
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
+        release(torch.device("cuda" if CUDA else "cpu"))
         self._note(row)
         return row
 
@@ -121,7 +120,7 @@ class Rows:
         print({k: v for k, v in row.items() if k != "times_ms"}, flush=True)
         card = torch.cuda.get_device_name() if CUDA else ""
         found = {**head(WHAT, card, versions()), "command": sys.argv, "nearly_full": self.found}
-        self.args.output.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(self.args.output, found)
 
 
 def card_bytes() -> int:

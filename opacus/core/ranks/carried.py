@@ -155,8 +155,10 @@ class Carried:
     def _learnt_of_longer(self, key: Inputs) -> tuple[int, Known]:
         """What was learnt from inputs that were up to twice as long as these; else nothing."""
         for other, learnt in self._known.items():
+            if not _is_longer(other, key):
+                continue
             layers = [layer for own in learnt[1].values() for layer in own.layers]
-            if _is_longer(other, key) and all(layer.choice is not None for layer in layers):
+            if all(layer.choice is not None for layer in layers):
                 return learnt
         return 0, {}
 
