@@ -151,3 +151,13 @@ def test_precision_of_products_as_trainers_set_it(tmp_path: Path) -> None:
         trained(tmp_path, llama(), Texts(8))
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_products_are_exact_if_tf32_is_refused(tmp_path: Path) -> None:
+    # accelerate allows tf32 for compiled models, whatever the arguments say.
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        trained(tmp_path, llama(), Texts(8), tf32=False)
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -244,6 +244,8 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
 
     def _place(self) -> None:
         """Replicate or shard the model, unless that has been done."""
+        if self.args.tf32 is False:  # accelerate allows it for compiled models, whatever is asked
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
         if self.model_wrapped is self.model:
             if self.args.torch_compile:
                 compile_blocks(
