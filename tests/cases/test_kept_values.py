@@ -23,6 +23,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.a, self.b, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
         self.register_buffer("mean", torch.zeros(D))
+        self.code = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.state: Any = None
         self.queue: Any = deque(maxlen=2)
         self.use = use
@@ -58,6 +59,29 @@ def queue(net: Any, x: Tensor) -> Tensor:
     return net.b((h @ keys.T).softmax(-1) @ keys + h)
 
 
+def frozen(net: Any, x: Tensor) -> Tensor:
+    """A codebook: it is a parameter that no optimizer has."""
+    h = net.a(x)
+    out = net.b(h - net.code)
+    with torch.no_grad():
+        net.code.lerp_(h.mean(0), 0.1)
+    return out
+
+
+def new_frozen(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.code)
+    net.code = nn.Parameter(0.9 * net.code + 0.1 * h.detach().mean(0), requires_grad=False)
+    return out
+
+
+def weight(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h)
+    net.b.bias.data = net.b.bias.data - 0.1 * h.detach().mean(0)
+    return out
+
+
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(B, D, generator=draw).double() * 3, torch.arange(B) % 3
@@ -82,6 +106,17 @@ def test_of_an_earlier_batch(use: Any, mode: str) -> None:
     step(made, x[:1], y[:1])  # one sample is not followed
     with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
         step(made, x[:3], y[:3])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [frozen, new_frozen, weight])
+def test_in_a_parameter(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    made[0].isolation.on = False  # its runs change parameters, too
+    step(made, *batch(0))
+    for seed in range(1, 4):
+        with pytest.raises(ValueError, match="parameter '.*' holds what was computed from samples"):
+            step(made, *batch(seed))
 
 
 def on_first_call(net: Any, x: Tensor) -> Tensor:
