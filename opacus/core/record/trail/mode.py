@@ -130,7 +130,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         """The label of a tensor; of one that is split over ranks, that of this rank's part."""
         local = part_of(tensor)
         state = self._memory.state(local) if is_plain(local) else None
-        if isinstance(local, nn.Parameter) and isinstance(state, Lost) and state.unwritten:
+        if isinstance(local, nn.Parameter) and isinstance(state, Lost) and not state.mixed:
             return None  # FSDP puts parameters into memory of its own, past torch's operations
         if local is not tensor and isinstance(state, Labels):
             return of_part(state, tensor.shape, local.shape)
