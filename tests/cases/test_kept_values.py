@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from opacus import IsolationError
 from tests.helpers import oracle
+from tests.helpers.distributed import run_distributed
 from tests.helpers.releases import CLIP, private
 
 B, D = 4, 5
@@ -26,6 +30,7 @@ class Net(nn.Module):
         self.code = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.state: Any = None
         self.queue: Any = deque(maxlen=2)
+        self.size, self.sizes, self.array = 0.0, [1.0], np.zeros(D)
         self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,8 +120,78 @@ def test_in_a_parameter(use: Any, mode: str) -> None:
     made[0].isolation.on = False  # its runs change parameters, too
     step(made, *batch(0))
     for seed in range(1, 4):
-        with pytest.raises(ValueError, match="parameter '.*' holds what was computed from samples"):
+        with pytest.raises(
+            ValueError, match=r"parameter '.*' holds what was computed from samples"
+        ):
             step(made, *batch(seed))
+
+
+def number(net: Any, x: Tensor) -> Tensor:
+    """It changes little with each batch."""
+    h = net.a(x)
+    out = net.b(h * (1 + net.size))
+    net.size = 0.99 * net.size + 0.01 * h.detach().abs().mean().item()
+    return out
+
+
+def numbers(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h / net.sizes[-1])
+    net.sizes.append(h.detach().abs().max().item())
+    return out
+
+
+def array(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - torch.from_numpy(net.array.copy()))
+    net.array *= 0.9
+    net.array += 0.1 * h.detach().numpy().mean(0)
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [number, numbers, array])
+def test_in_what_is_no_tensor(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        with pytest.raises(IsolationError, match=r"keeps of samples in .* a later batch"):
+            step(made, *batch(seed))
+
+
+def ranks(rank: int, world_size: int, mode: str) -> list[str]:
+    """Only the first rank's samples differ in what is kept of them."""
+    made = private(fully_shard(Net(number).double()), mode)
+    x, y = batch(rank)
+    said = []
+    for _ in range(2):
+        try:
+            step(made, x if rank == 0 else x[:1].expand(B, D), y)
+        except IsolationError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
+def test_on_one_of_two_ranks(mode: str) -> None:
+    one, two = run_distributed(ranks, 2, mode)
+    assert len(one) == len(two) == 2
+    assert all("what the model keeps of samples in 'size'" in text for text in one)
+    assert all("another rank found" in text for text in two)
+
+
+def written_numbers(net: Any, x: Tensor) -> Tensor:
+    """What is for looking at, and a counter, by which all samples are scaled alike."""
+    h = net.a(x)
+    net.sizes.append(h.detach().abs().max().item())
+    net.size += 1
+    return net.b(h * (1 + net.size / 10))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_numbers_that_may_be_kept(mode: str) -> None:
+    made = private(Net(written_numbers).double(), mode)
+    for seed in range(3):
+        step(made, *batch(seed))
 
 
 def on_first_call(net: Any, x: Tensor) -> Tensor:
