@@ -194,6 +194,55 @@ def test_numbers_that_may_be_kept(mode: str) -> None:
         step(made, *batch(seed))
 
 
+class Centred(nn.Module):
+    """Takes a slow average of all outputs off each, as self-distillation does."""
+
+    reduction = "sum"
+    average: Any
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.calls, self.number = kept, 0, 0.0
+        self.register_buffer("average", torch.zeros(3).double())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        scale = 1 + self.number + self.calls / 10000
+        losses = nn.functional.cross_entropy(
+            (outputs - self.average) * scale, targets, reduction=self.reduction
+        )
+        mean = outputs.detach().mean(0)
+        if self.kept == "buffer":
+            self.average.lerp_(mean, 0.01)
+        elif self.kept == "number":
+            self.number = 0.99 * self.number + 0.01 * float(mean.abs().max())
+        else:
+            self.calls += 1
+        return losses
+
+
+def plain(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x).tanh())
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("kept", ["buffer", "number"])
+def test_in_the_criterion(kept: str, mode: str) -> None:
+    made = private(Net(plain).double(), mode, criterion=Centred(kept))
+    for seed in range(3):
+        with pytest.raises(IsolationError, match="it keeps something of samples"):
+            step(made, *batch(seed))
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_a_criterion_that_counts_its_calls(mode: str) -> None:
+    """The check's own calls do not count."""
+    criterion = Centred("calls")
+    made = private(Net(plain).double(), mode, criterion=criterion)
+    for seed in range(3):
+        step(made, *batch(seed))
+    assert criterion.calls == 3
+
+
 def on_first_call(net: Any, x: Tensor) -> Tensor:
     """What depends on shapes alone may be kept."""
     if net.state is None:
