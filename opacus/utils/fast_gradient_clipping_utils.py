@@ -292,7 +292,7 @@ class DPLossFastGradientClipping:
         else:
             losses = named.sums(losses, self._valid(losses, args, kwargs), self._averages())
             alone, ids = partial(self._one_unit, named.ids.dim()), named.ids
-        self.module.isolation.look_at_losses(alone, args, kwargs, losses, rows, ids)
+        self.module.isolation.look_at_losses(alone, args, kwargs, losses, rows, ids, self.criterion)
         return DPTensorFastGradientClipping(
             self.module, self.optimizer, losses, self.loss_reduction
         )

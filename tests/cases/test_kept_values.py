@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from opacus import IsolationError
 from tests.helpers import oracle
+from tests.helpers.distributed import run_distributed
 from tests.helpers.releases import CLIP, private
 
 B, D = 4, 5
@@ -23,8 +27,10 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.a, self.b, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
         self.register_buffer("mean", torch.zeros(D))
+        self.code = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.state: Any = None
         self.queue: Any = deque(maxlen=2)
+        self.size, self.sizes, self.array = 0.0, [1.0], np.zeros(D)
         self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,6 +64,29 @@ def queue(net: Any, x: Tensor) -> Tensor:
     return net.b((h @ keys.T).softmax(-1) @ keys + h)
 
 
+def frozen(net: Any, x: Tensor) -> Tensor:
+    """A codebook: it is a parameter that no optimizer has."""
+    h = net.a(x)
+    out = net.b(h - net.code)
+    with torch.no_grad():
+        net.code.lerp_(h.mean(0), 0.1)
+    return out
+
+
+def new_frozen(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.code)
+    net.code = nn.Parameter(0.9 * net.code + 0.1 * h.detach().mean(0), requires_grad=False)
+    return out
+
+
+def weight(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h)
+    net.b.bias.data = net.b.bias.data - 0.1 * h.detach().mean(0)
+    return out
+
+
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(B, D, generator=draw).double() * 3, torch.arange(B) % 3
@@ -82,6 +111,136 @@ def test_of_an_earlier_batch(use: Any, mode: str) -> None:
     step(made, x[:1], y[:1])  # one sample is not followed
     with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
         step(made, x[:3], y[:3])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [frozen, new_frozen, weight])
+def test_in_a_parameter(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    made[0].isolation.on = False  # its runs change parameters, too
+    step(made, *batch(0))
+    for seed in range(1, 4):
+        with pytest.raises(
+            ValueError, match=r"parameter '.*' holds what was computed from samples"
+        ):
+            step(made, *batch(seed))
+
+
+def number(net: Any, x: Tensor) -> Tensor:
+    """It changes little with each batch."""
+    h = net.a(x)
+    out = net.b(h * (1 + net.size))
+    net.size = 0.99 * net.size + 0.01 * h.detach().abs().mean().item()
+    return out
+
+
+def numbers(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h / net.sizes[-1])
+    net.sizes.append(h.detach().abs().max().item())
+    return out
+
+
+def array(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - torch.from_numpy(net.array.copy()))
+    net.array *= 0.9
+    net.array += 0.1 * h.detach().numpy().mean(0)
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [number, numbers, array])
+def test_in_what_is_no_tensor(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        with pytest.raises(IsolationError, match=r"keeps of samples in .* a later batch"):
+            step(made, *batch(seed))
+
+
+def ranks(rank: int, world_size: int, mode: str) -> list[str]:
+    """Only the first rank's samples differ in what is kept of them."""
+    made = private(fully_shard(Net(number).double()), mode)
+    x, y = batch(rank)
+    said = []
+    for _ in range(2):
+        try:
+            step(made, x if rank == 0 else x[:1].expand(B, D), y)
+        except IsolationError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
+def test_on_one_of_two_ranks(mode: str) -> None:
+    one, two = run_distributed(ranks, 2, mode)
+    assert len(one) == len(two) == 2
+    assert all("what the model keeps of samples in 'size'" in text for text in one)
+    assert all("another rank found" in text for text in two)
+
+
+def written_numbers(net: Any, x: Tensor) -> Tensor:
+    """What is for looking at, and a counter, by which all samples are scaled alike."""
+    h = net.a(x)
+    net.sizes.append(h.detach().abs().max().item())
+    net.size += 1
+    return net.b(h * (1 + net.size / 10))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_numbers_that_may_be_kept(mode: str) -> None:
+    made = private(Net(written_numbers).double(), mode)
+    for seed in range(3):
+        step(made, *batch(seed))
+
+
+class Centred(nn.Module):
+    """Takes a slow average of all outputs off each, as self-distillation does."""
+
+    reduction = "sum"
+    average: Any
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.calls, self.number = kept, 0, 0.0
+        self.register_buffer("average", torch.zeros(3).double())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        scale = 1 + self.number + self.calls / 10000
+        losses = nn.functional.cross_entropy(
+            (outputs - self.average) * scale, targets, reduction=self.reduction
+        )
+        mean = outputs.detach().mean(0)
+        if self.kept == "buffer":
+            self.average.lerp_(mean, 0.01)
+        elif self.kept == "number":
+            self.number = 0.99 * self.number + 0.01 * float(mean.abs().max())
+        else:
+            self.calls += 1
+        return losses
+
+
+def plain(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x).tanh())
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+@pytest.mark.parametrize("kept", ["buffer", "number"])
+def test_in_the_criterion(kept: str, mode: str) -> None:
+    made = private(Net(plain).double(), mode, criterion=Centred(kept))
+    for seed in range(3):
+        with pytest.raises(IsolationError, match="it keeps something of samples"):
+            step(made, *batch(seed))
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_a_criterion_that_counts_its_calls(mode: str) -> None:
+    """The check's own calls do not count."""
+    criterion = Centred("calls")
+    made = private(Net(plain).double(), mode, criterion=criterion)
+    for seed in range(3):
+        step(made, *batch(seed))
+    assert criterion.calls == 3
 
 
 def on_first_call(net: Any, x: Tensor) -> Tensor:

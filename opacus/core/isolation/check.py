@@ -162,10 +162,7 @@ class Isolation:
         self.attach(recorder)
         if not self.on and not Isolation._warned:
             Isolation._warned = True
-            warnings.warn(
-                messages.OFF.format(VARIABLE),
-                stacklevel=6,
-            )
+            warnings.warn(messages.OFF.format(VARIABLE), stacklevel=6)
 
     def attach(self, recorder: Recorder) -> None:
         """Watch the model through this recorder, from its next batch on."""
@@ -288,6 +285,7 @@ class Isolation:
         losses: Tensor,
         rows: int | None,
         ids: Tensor | None = None,
+        keeper: object = None,
     ) -> None:
         """Compare losses ``[B]`` of our criterion with those of samples alone, if it is due.
 
@@ -298,7 +296,7 @@ class Isolation:
         if not waiting or waiting[-1].refusal:
             return
         with torch.no_grad(), self.recorder.paused():
-            found = coupled_loss(criterion, args, kwargs, losses, rows, ids)
+            found = coupled_loss(criterion, args, kwargs, losses, rows, ids, keeper)
         if found is not None:
             for watch in waiting:
                 watch.refusal = messages.COUPLED.format(found)

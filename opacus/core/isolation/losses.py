@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from opacus.core.isolation.probe import RUN_ERRORS, TOLERANCES
+from opacus.core.isolation.probe import RUN_ERRORS, STATES, TOLERANCES
+from opacus.core.isolation.undisturbed import same_state
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import roots_of_backward
 
@@ -29,8 +30,9 @@ def coupled_loss(
     losses: Tensor,
     rows: int | None,
     ids: Tensor | None = None,
+    keeper: object = None,
 ) -> str | None:
-    """Whether a criterion gives a sample another loss alone than in its batch.
+    """Whether a criterion gives a sample another loss alone than in its batch, or after others.
 
     Args:
         criterion: Computes losses.
@@ -39,6 +41,8 @@ def coupled_loss(
         losses: ``[B]``, what it returned.
         rows: Rows of its arguments, B or a multiple of it.
         ids: The sample of each row, or of each token, where the user names them.
+        keeper: What may keep something from one call of the criterion to the next, if it is a
+            module; it is afterwards as before.
 
     Returns:
         What differs, ``None`` if nothing does, or if the criterion takes no single samples, or is
@@ -62,11 +66,19 @@ def coupled_loss(
     if not order:
         return None
     places = {order[i * (len(order) - 1) // (CHOSEN - 1)] for i in range(CHOSEN)}
+    ways = _cuts(leaves, tree, rows, count) if named is None else iter([named])
+    own = keeper if isinstance(keeper, nn.Module) else nn.Module()
     found: str | None = None
-    for samples in _cuts(leaves, tree, rows, count) if named is None else [named]:
-        outcome = _compare(criterion, samples, together, allowed, places)
-        if outcome == "":
-            return None
+
+    def again(args: Any, kwargs: Any, samples: int) -> Tensor:
+        with same_state(own):
+            return criterion(args, kwargs, samples)
+
+    for samples in ways:
+        kept = _kept(criterion, samples, own, allowed, places)
+        outcome = kept or _compare(again, samples, together, allowed, places)
+        if kept or outcome == "":
+            return kept
         found = found or outcome
     return found
 
@@ -168,6 +180,35 @@ def _compare(
                 f"{len(together)} and {float(alone):.6g} alone"
             )
     return ""
+
+
+def _kept(
+    criterion: Criterion,
+    samples: _Samples | _NamedSamples,
+    keeper: nn.Module,
+    allowed: Tensor,
+    places: set[int],
+) -> str | None:
+    """Whether the loss of a sample depends on which one the criterion was called with before."""
+    place, other = min(places), max(places)
+
+    def after(before: int) -> float:
+        earlier, (args, kwargs) = samples.one(before), samples.one(place)
+        with same_state(keeper):
+            criterion(earlier[0], earlier[1], 1)
+            return float(criterion(args, kwargs, 1).detach().double())
+
+    try:
+        one, two, again = after(place), after(other), after(place)
+    except RUN_ERRORS:
+        return None
+    strict = STATES * float(allowed[place])
+    if abs(one - again) > strict or not abs(one - two) > strict:
+        return None
+    return (
+        f"the loss of sample {place} is {two:.6g} after a call on sample {other} and {one:.6g} "
+        f"after one on itself, so it keeps something of samples (an average, a queue)"
+    )
 
 
 def batch_mean(grad: Tensor, end: type) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
+from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
     same_state,
@@ -22,7 +24,7 @@ from opacus.core.isolation.undisturbed import (
 )
 from opacus.core.norms.ledger import NormLedger
 from opacus.core.platform.memory import free_memory
-from opacus.core.platform.sharded import compute_device, is_dtensor
+from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
 from opacus.core.record.layers import Layer
@@ -35,6 +37,9 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
+# Of these, where runs differ in nothing but what the model kept.
+STATES = 0.01
+
 # Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
@@ -46,8 +51,6 @@ _FULL_ELSEWHERE = (
 V = TypeVar("V")
 # What a backward pass starts from: tensors and their gradients.
 Start = tuple[list[Tensor], list[Tensor]]
-# Squared norms [k] by parameter name.
-Norms = dict[str, list[float]]
 
 
 class IncomparableError(Exception):
@@ -130,6 +133,7 @@ class Probe:
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
+        self._left: dict[int, Left] = {}  # what runs on each unit alone have left
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -172,7 +176,7 @@ class Probe:
         tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
-            one, unit = _column(together, place), runs.unit(place)
+            one, unit = column(together, place), runs.unit(place)
             found = self._differences(unit, one, alone[number], tolerance)
             differing += [(number, difference) for difference in found if runs.counts]
         if self._any_rank(bool(differing)):
@@ -181,7 +185,28 @@ class Probe:
             random = bool(self._differences(0, alone[number], again, tolerance))
             if self._any_rank(random or numbers.drawn()):
                 return self._beside_copies(runs, chosen[number], every, together, numbers)
-        return [difference for _, difference in differing]
+            return [difference for _, difference in differing]
+        return self._kept(runs, chosen, numbers)
+
+    def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
+        """Whether a unit is another after a run on one unit than after a run on another."""
+        pair = that_differ([self._left[place] for place in chosen]) if runs.counts else []
+        if not self._any_rank(bool(pair)):
+            return []
+
+        def after(left: Left) -> dict[str, float]:
+            numbers.again()
+            with same_state(self._model):
+                put_values(left)
+                return self._alone(runs, chosen[0], runs.count)
+
+        first, second = pair or ({}, {})
+        one, two, again = after(first), after(second), after(first)
+        tolerance = STATES * _tolerance(self._model, self._dtypes)
+        differing = self._differences(-1, one, two, tolerance)
+        if not pair or not differing or self._differences(-1, one, again, tolerance):
+            return []
+        return [Difference(-1, kept(self._model, first, differing[0].where), math.nan, math.nan)]
 
     def _beside_copies(
         self,
@@ -215,9 +240,7 @@ class Probe:
             found = self._attempt(runs, partial(self._tapped, runs, places))
             if isinstance(found, Exception):
                 raise IncomparableError(RANDOM)
-            pairs = [
-                (runs.unit(every[p]), _column(together, p), _column(found, p)) for p in compared
-            ]
+            pairs = [(runs.unit(every[p]), column(together, p), column(found, p)) for p in compared]
             all_found = [self._differences(*pair, tolerance) for pair in pairs]
             return [one for some in all_found for one in some if runs.counts]
 
@@ -276,8 +299,9 @@ class Probe:
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
+            self._left[places[0]] = left_values(self._model)
             with recorder.paused(), torch.no_grad():
-                return _as_lists(ledger.finish())
+                return as_lists(ledger.finish())
 
     def _alone(self, runs: Runs, place: int, together: int) -> dict[str, float]:
         """Norms of one unit; of so many copies of it, if it can be run on no fewer rows."""
@@ -292,11 +316,12 @@ class Probe:
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
         if not self._plain:
-            return _column(self._tapped(runs, places), 0)
+            return column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
         with same_state(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
+            self._left[places[0]] = left_values(self._model)
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
@@ -306,8 +331,8 @@ class Probe:
             name = known.get(id(parameter), now)
             grad, parameter.grad = parameter.grad, None
             if grad is not None and name not in unheld:
-                squares[name] = _square(grad) / len(places) ** 2
-        return dict(zip(squares, _floats(list(squares.values())), strict=True))
+                squares[name] = square(grad) / len(places) ** 2
+        return dict(zip(squares, floats(list(squares.values())), strict=True))
 
     # --- comparing ---
 
@@ -365,29 +390,6 @@ def _telling(norms: Norms, count: int) -> list[int]:
 
 def _described(layer: Layer) -> str:
     return f"layer '{layer.spec.name}' ({layer.spec.kind.__name__})"
-
-
-def _column(norms: Norms, place: int) -> dict[str, float]:
-    return {name: values[place] for name, values in norms.items()}
-
-
-def _as_lists(norms: Mapping[str, Tensor]) -> Norms:
-    if not norms:
-        return {}
-    rows = torch.stack([n.detach().double().cpu() for n in norms.values()]).tolist()
-    return dict(zip(norms, rows, strict=True))
-
-
-def _square(grad: Tensor) -> Tensor:
-    dense = grad.coalesce().values() if grad.is_sparse else grad
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
-    wide = torch.promote_types(real.dtype, torch.float32)
-    norm: Any = torch.linalg.vector_norm(real, dtype=wide)
-    return (norm.full_tensor() if is_dtensor(norm) else norm).double() ** 2
-
-
-def _floats(values: list[Tensor]) -> list[float]:
-    return torch.stack([v.cpu() for v in values]).tolist() if values else []
 
 
 def _cannot(error: Exception, what: str) -> str:

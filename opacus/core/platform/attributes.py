@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -16,14 +17,16 @@ from opacus.core.platform.trees import tensors_of
 
 # Those of every module, and those of private ones, through which they hold the whole model.
 _OWN = {*vars(nn.Module()), "ft_compute_sample_grad", "autograd_grad_sample_hooks"}
+# Elements of an array that are copied.
+MOST_ELEMENTS = 1 << 20
 _CONTAINERS = (list, dict, set, deque)
 
 
 class Attributes:
     """The attributes of a module and its parts at one moment.
 
-    Of lists, dictionaries, sets and queues the entries, too. What is changed in place in a tensor,
-    or in a list within a list, stays changed.
+    Of lists, dictionaries, sets, queues and NumPy's arrays the entries, too. What is changed in
+    place in a tensor, or in a list within a list, stays changed.
 
     Args:
         module: Held weakly, with its parts.
@@ -34,7 +37,7 @@ class Attributes:
 
     def __init__(self, module: nn.Module, *, tensors: bool = False) -> None:
         self._tensors = tensors
-        self._values = [(weakref.ref(part), _of(part)) for part in module.modules()]
+        self._values = [(weakref.ref(part), attributes_of(part)) for part in module.modules()]
         if tensors:
             self._values = [
                 (part, {name: value for name, value in values.items() if tensors_of(value)})
@@ -47,6 +50,12 @@ class Attributes:
             for value in values.values()
             if isinstance(value, _CONTAINERS)
         ]
+        self._arrays = [
+            (value, value.copy())
+            for _, values in self._values
+            for value in values.values()
+            if is_array(value) and value.size <= MOST_ELEMENTS and value.flags.writeable
+        ]
 
     def __reduce__(self) -> tuple[type[Attributes], tuple[nn.Module]]:
         return Attributes, (nn.Module(),)  # a copy of a model has not run
@@ -56,12 +65,14 @@ class Attributes:
         for part, values in self._values:
             module = part()
             if module is not None:
-                new = [] if self._tensors else [n for n in _of(module) if n not in values]
+                new = () if self._tensors else attributes_of(module).keys() - values.keys()
                 for name in new:
                     del module.__dict__[name]
                 module.__dict__.update(values)
         for value, entries in self._entries:
             _fill(value, entries)
+        for array, values in self._arrays:
+            array[...] = values
 
 
 @contextmanager
@@ -76,8 +87,15 @@ def same_attributes(module: nn.Module, started_from: Attributes | None = None) -
         before.put_back()
 
 
-def _of(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Those of a module that are its own."""
     return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is one of NumPy, which need not be there."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _fill(value: Any, entries: list[Any]) -> None:

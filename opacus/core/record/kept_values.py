@@ -3,7 +3,7 @@
 Averages that a module updates in its forward pass, queues of earlier samples, states that go from
 batch to batch: the gradients of later samples depend on them, and with them on the samples of this
 batch, which no clipping bounds. At the end of passes that are followed, what is kept is looked for
-in buffers and attributes; in later ones it is taken for what it is.
+in buffers, parameters (codebooks) and attributes; in later ones it is taken for what it is.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def _is_reset(tensor: Tensor, trail: Trail) -> bool:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in buffers and attributes, also in lists, tuples and dictionaries."""
+    """Tensors in buffers, parameters and attributes, also in lists, tuples and dictionaries."""
     for path, module in model.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in _OWN}
-        for kind, values in (("buffer", module._buffers), ("attribute", own)):
+        parts = {"buffer": module._buffers, "parameter": module._parameters, "attribute": own}
+        for kind, values in parts.items():
             for name, value in values.items():
                 if value is None or isinstance(value, (bool, int, float, str, nn.Module)):
                     continue

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -129,8 +129,9 @@ class Trail(SharedTensors, TorchDispatchMode):
     def state(self, tensor: Tensor) -> State:
         """The label of a tensor; of one that is split over ranks, that of this rank's part."""
         local = part_of(tensor)
-        # Parameters are nobody's, also those that FSDP puts into memory of its own.
-        state = self._memory.state(local) if type(local) is Tensor else None
+        state = self._memory.state(local) if is_plain(local) else None
+        if isinstance(local, nn.Parameter) and isinstance(state, Lost) and not state.mixed:
+            return None  # FSDP puts parameters into memory of its own, past torch's operations
         if local is not tensor and isinstance(state, Labels):
             return of_part(state, tensor.shape, local.shape)
         return state
