@@ -68,8 +68,8 @@ class GhostSettings(GradSampleHooks):
         It may be set as a share of the card, a float such as 0.9; bytes are an int. What is held
         follows from it block by block, as for :attr:`held_budget`; a step without privacy needs
         what is left. ``None`` (the default): all that the process can get of the card, but a
-        twentieth of it. After running out of memory a block runs again, or goes to host memory,
-        from the next step on, with a warning; after the next time two, then four.
+        twentieth of it. After running out of memory a block more runs again from the next step on,
+        or all wait in host memory where that is faster, with a warning.
         """
         return self._strategy.limits.peak
 

@@ -31,8 +31,8 @@ class Limits:
         peak: Bytes of a GPU that may be in use, as the user says.
         waiting: Bytes that records may have whose norms are deferred, as the user says.
         default_peak: Whether the card is the limit where the user says nothing.
-        again: Blocks that run again, or go to host memory, in any case, as memory has run out: 1
-            the first time, then twice as many each time.
+        again: Blocks that run again in any case, as memory has run out so often; while fewer do,
+            others wait in host memory if that is faster.
         spare: Bytes that are not held for the same reason.
     """
 
@@ -84,7 +84,7 @@ class Limits:
         self._others = (least[0], least[1])
 
     def ran_out(self, held: int, block: int) -> None:
-        """Memory has run out: hold a block less from the next step on, then 2, 4, ...; it warns.
+        """Memory has run out: hold a block less from the next step on, with a warning.
 
         Args:
             held: Bytes that were held.
@@ -92,13 +92,13 @@ class Limits:
         """
         if not held:
             return  # what takes the memory is not ours
-        self.again = 2 * self.again or int(block > 0)
-        self.spare = 2 * self.spare or block or held // 4
+        self.again += bool(block)
+        self.spare += block or held // 4
         logger.warning(
             "Out of memory with %.2f GiB held for the clipped sum; nothing of this batch is "
             "released. From the next step on %s. Set memory_budget to choose it yourself",
             held / 2**30,
-            f"at least {self.again} of the blocks run again or go to host memory"
+            "a block more runs again, or all wait in host memory where that is faster"
             if block
             else f"{self.spare / 2**30:.2f} GiB less are held",
         )

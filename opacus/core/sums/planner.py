@@ -68,7 +68,6 @@ class Planner:
         self.rounding: Rounding | None = None  # where gradients are stored in float8
         self._base: int | None = None  # bytes in use beside what is held, when nothing runs
         self._in_sum = self._spare = self._forced = 0
-        self._left = 0  # visits whose records leave the device
         self._of_element = 0.0  # bytes of a sum, an element
         # By which what is held shrinks when its sums have been formed, and grows as blocks run
         # again after that.
@@ -102,14 +101,13 @@ class Planner:
             in_sum: Memory that forming sums needs for a while beside what is held.
             of_element: Bytes of a parameter's sum, an element, which stay.
             spare: Bytes of either limit that are not used.
-            again: How many blocks run again, or leave the device, in any case, where there is a
-                limit.
+            again: How many blocks run again in any case, where there is a limit.
         """
         self._in_sum, self._spare, self._forced = in_sum, spare, again
         self._of_element, self._freed, self._grown = of_element, 0, 0
         self.peak_bytes, self._looked = peak_bytes, None
         self._transient = self._again_needs = self._stacks = 0
-        self.held_bytes = self.host_bytes = self._left = 0
+        self.held_bytes = self.host_bytes = 0
         self._most = budget_bytes
         self.budget_bytes = self._limit()
         self.seen = Seen(all_tensors=True)
@@ -180,7 +178,6 @@ class Planner:
         if back > self._again(visit):
             return False
         visit.leaves = True
-        self._left += 1
         self.report.expect_time("offload", back)
         self.held_bytes -= visit.held
         self._freed -= visit.freed
@@ -210,7 +207,7 @@ class Planner:
         """Whether so many bytes may be held; the blocks to come may all have to be replayed."""
         assert self.blocks is not None and self.budget_bytes is not None
         later = self.blocks.waiting * visit.bytes
-        if len(self.blocks.chosen) + self._left < self._forced:
+        if len(self.blocks.chosen) < self._forced:
             return False
         return self.held_bytes + later + more <= self.budget_bytes
 

@@ -242,8 +242,8 @@ def test_after_running_out_of_memory_a_block_more_runs_again(
             made[1].step()
         close(step(made), want)
         counts.append(sum(way == "replay" for way in ways(made[0]).values()) // 3)
-    assert counts == [1, 2]
-    assert sum("of the blocks run again" in r.message for r in caplog.records) == 2
+    assert 1 <= counts[0] < counts[1]
+    assert sum("a block more runs again" in r.message for r in caplog.records) == 2
     history = made[1]._counters[0].accountant.history
     assert sum(steps for *_, steps in history) == counted + 2  # nothing failed was released
     made[0].held_budget = None
