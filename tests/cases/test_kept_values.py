@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,32 @@ def test_numbers_that_may_be_kept(mode: str) -> None:
     made = private(Net(written_numbers).double(), mode)
     for seed in range(3):
         step(made, *batch(seed))
+
+
+class OfThisFile(IntEnum):
+    """A number of a class that another one of the same name hides, so that it is not pickled."""
+
+    ONE = 1
+
+
+ONE = OfThisFile.ONE
+del OfThisFile
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("kind", ["function", "class", "module"])
+def test_attributes_that_cannot_be_pickled(kind: str, mode: str) -> None:
+    net = Net(number if kind == "function" else plain).double()
+    if kind == "function":
+        net.sizes = defaultdict(lambda: 0.0, a=1.0)
+    else:
+        net.sizes = {net.a: 0.0} if kind == "module" else ONE
+    made = private(net, mode)
+    if kind == "function":
+        with pytest.raises(IsolationError, match=r"keeps of samples in 'size'"):
+            step(made, *batch(0))
+    else:
+        step(made, *batch(0))
 
 
 class Centred(nn.Module):

@@ -5,7 +5,7 @@ No trail follows these. A model that reads them in a later batch trains on sampl
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -23,31 +23,31 @@ KEPT = (
 _NUMBERS = (bool, int, float, complex)
 _CONTAINERS = (list, tuple, set, deque)
 
-# The attribute of a module, and its value.
-Left = dict[tuple[nn.Module, str], bytes]
+# The attribute of a module; a copy of its value, and the numbers in it as text.
+Left = dict[tuple[nn.Module, str], tuple[Any, str]]
 
 
 def left_values(model: nn.Module) -> Left:
-    """Copies of all plain attributes of a model and its parts."""
+    """Copies of all attributes of a model and its parts that hold numbers alone."""
     return {
-        (part, name): pickle.dumps(value)
+        (part, name): (copy.deepcopy(value), repr(numbers))
         for part in model.modules()
         for name, value in attributes_of(part).items()
-        if _is_plain(value)
+        if (numbers := _numbers(value, DEPTH))
     }
 
 
 def put_values(values: Left) -> None:
     """Let the modules have these."""
-    for (part, name), value in values.items():
-        vars(part)[name] = pickle.loads(value)
+    for (part, name), (value, _) in values.items():
+        vars(part)[name] = copy.deepcopy(value)
 
 
 def that_differ(some: Iterable[Left]) -> list[Left]:
     """Two of these that are not alike, in what differs between them; else nothing."""
     first, *others = some
     for other in others:
-        names = [name for name in first if name in other and first[name] != other[name]]
+        names = [name for name in first if name in other and first[name][1] != other[name][1]]
         if names:
             return [{name: values[name] for name in names} for values in (first, other)]
     return []
@@ -60,27 +60,22 @@ def kept(model: nn.Module, values: Left, where: str) -> str:
     return KEPT.format(", ".join(f"'{name}'" for name in names[:5]), where)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, or holds numbers alone."""
+def _numbers(value: Any, depth: int) -> list[Any]:
+    """The numbers that a value consists of, with the keys of dictionaries; else nothing."""
     if isinstance(value, _NUMBERS):
-        return True
+        return [value]
     if is_array(value):
-        return value.size <= MOST_ELEMENTS and not value.dtype.hasobject  # type: ignore[no-any-return]
-    if type(value).__module__ == "numpy":  # one of its numbers
-        return hasattr(value, "dtype")
-    return isinstance(value, (*_CONTAINERS, dict)) and _entries(value, DEPTH) > 0
-
-
-def _entries(value: Any, depth: int) -> int:
-    """Number of entries, 0 if there are none, too many, or others than plain ones."""
-    if not depth or not 0 < len(value) <= MOST_ENTRIES:
-        return 0
-    entries = value.values() if isinstance(value, dict) else value
-    found = 0
-    for entry in entries:
-        inner = isinstance(entry, (*_CONTAINERS, dict))
-        own = _entries(entry, depth - 1) if inner else int(_is_plain(entry))
-        if not own:
-            return 0
-        found += own
-    return found if found <= MOST_ENTRIES else 0
+        small = value.size <= MOST_ELEMENTS and not value.dtype.hasobject
+        return [value.tobytes()] if small else []
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):  # one of its numbers
+        return [value.item()]
+    if not isinstance(value, (*_CONTAINERS, dict)) or not depth or len(value) > MOST_ENTRIES:
+        return []
+    keys: list[Any] = []
+    if isinstance(value, dict):
+        keys, value = list(value), value.values()
+    inner = [_numbers(entry, depth - 1) for entry in value]
+    if not all(inner) or not all(isinstance(key, (str, *_NUMBERS)) for key in keys):
+        return []
+    found = [number for numbers in inner for number in numbers]
+    return [*keys, *found] if found and len(found) <= MOST_ENTRIES else []
