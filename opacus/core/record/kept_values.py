@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.platform.attributes import attributes_of
 from opacus.core.platform.trees import tensors_of
 from opacus.core.record.trail.labels import Lost
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
-
-# Attributes of every module, in which no tensors are looked for.
-_OWN = frozenset(vars(nn.Module()))
 
 
 class KeptValues:
@@ -65,8 +63,11 @@ def _is_reset(tensor: Tensor, trail: Trail) -> bool:
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in buffers, parameters and attributes, also in lists, tuples and dictionaries."""
     for path, module in model.named_modules():
-        own = {name: value for name, value in vars(module).items() if name not in _OWN}
-        parts = {"buffer": module._buffers, "parameter": module._parameters, "attribute": own}
+        parts = {
+            "buffer": module._buffers,
+            "parameter": module._parameters,
+            "attribute": attributes_of(module),
+        }
         for kind, values in parts.items():
             for name, value in values.items():
                 if value is None or isinstance(value, (bool, int, float, str, nn.Module)):

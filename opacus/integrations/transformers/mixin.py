@@ -244,8 +244,6 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
 
     def _place(self) -> None:
         """Replicate or shard the model, unless that has been done."""
-        if self.args.tf32 is False:  # accelerate allows it for compiled models, whatever is asked
-            torch.backends.cuda.matmul.fp32_precision = "ieee"
         if self.model_wrapped is self.model:
             if self.args.torch_compile:
                 compile_blocks(
@@ -267,6 +265,8 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
             saved = checkpoints.read_privacy(resume_from_checkpoint)
         self.delta = min(self.delta, self.privacy.delta_for(self._size))
         self._start_logs()
+        if self.args.tf32 is False:  # accelerate allows it for compiled models, whatever is asked
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
         self._place()
         self.model.train()  # `from_pretrained` gives it in eval mode; a step would do this later
         if self.compute_loss_func is None and computes_the_models_loss(type(self), DPTrainerMixin):
