@@ -152,7 +152,8 @@ class DPDataLoader(HostLoader):
         draws: Any = getattr(self.batch_sampler, "draws", None)
         for batch in batches:
             if draws is not None and sizes:
-                draws.deliver(max(sizes.popleft(), int(self.rand_on_empty)))
+                items = max(sizes.popleft(), int(self.rand_on_empty))
+                draws.deliver(items, batch=batch)
             yield batch
 
     @classmethod

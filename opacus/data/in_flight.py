@@ -105,8 +105,11 @@ class InFlight:
         """Let the model tell what it is given, if it can and that is not known."""
         isolation = getattr(self._optimizer, "isolation", None)
         if isolation is not None:
-            listen = wanted and self._ahead is None
-            isolation.recorder.passes.given = self._look_at_inputs if listen else None
+            listeners = isolation.recorder.passes.given
+            if self._look_at_inputs in listeners:
+                listeners.remove(self._look_at_inputs)
+            if wanted and self._ahead is None:
+                listeners.append(self._look_at_inputs)
 
 
 def _place_of(inputs: Any, batches: Sequence[Sequence[Tensor]]) -> int | None:

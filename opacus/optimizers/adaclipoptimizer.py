@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.clipping import Clipped
-from opacus.core.step.adaptive import Quantile, centred_count, private_fraction, spend_on_count
+from opacus.core.step.adaptive import Quantile, centred_count, private_fraction
 from opacus.optimizers.optimizer import DPOptimizer
 
 
@@ -68,7 +68,7 @@ class AdaClipDPOptimizer(DPOptimizer):
             secure_mode=secure_mode,
             **kwargs,
         )
-        spend_on_count(self._privacy, unclipped_num_std)
+        self._privacy.count_noise_std = unclipped_num_std
         self.target_unclipped_quantile = target_unclipped_quantile
         self.clipbound_learning_rate = clipbound_learning_rate
         self.max_clipbound = max_clipbound

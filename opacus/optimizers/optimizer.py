@@ -258,6 +258,7 @@ class DPOptimizer(
             self._scales_next = True
             self.add_noise()
             self._count_step(entries)
+            self._use_up_batch()
         except BaseException:
             self.zero_grad(set_to_none=True)
             raise

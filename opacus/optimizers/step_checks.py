@@ -14,6 +14,7 @@ from opacus.core.platform.callers import callers
 from opacus.core.platform.sharded import local_of
 from opacus.core.platform.switches import switched_on
 from opacus.core.privacy.draws import PART_LEFT, Draws
+from opacus.core.privacy.second_use import SecondUse
 from opacus.core.privacy.unit_names import UnitNames
 from opacus.core.ranks.meeting import ranks_holding
 from opacus.core.ranks.parallelism import Single
@@ -51,6 +52,7 @@ class CheckedOptimizer:
     skip_counted_steps: Callable[[], None]
     # Of the Poisson sampler whose rate the accountant counts; None if there is none.
     _draws: Draws | None = None
+    _second_use: SecondUse | None = None
     # What draws them: a resumed run must not draw the same again.
     sampler: Any = None
     # Of units, where the user names them.
@@ -70,6 +72,9 @@ class CheckedOptimizer:
             unit_names: Of the units in each batch.
         """
         self._draws, self._unit_names = draws, unit_names
+        self._second_use = None if draws is None else SecondUse(draws)
+        if self._second_use is not None and self.isolation is not None:
+            self.isolation.recorder.passes.given.append(self._second_use.look_at_inputs)
         self._warned_of_no_draw = False
         if self._parallelism.shares_key and dist.is_initialized() and dist.get_world_size() > 1:
             self.votes = Votes(ranks_holding(self.params))
@@ -227,7 +232,14 @@ class CheckedOptimizer:
                 "iterated. Privacy is counted for its Poisson sampling: batches from elsewhere "
                 "must be drawn in the same way, at the same rate."
             )
+        if final and self._second_use is not None:
+            self._second_use.check()
         self._draws.check(self._samples(), final=final)
+
+    def _use_up_batch(self) -> None:
+        """A step has been counted."""
+        if self._second_use is not None:
+            self._second_use.released()
 
     def _forget_batch(self) -> None:
         """What the step has seen is dropped."""

@@ -214,7 +214,7 @@ class PhysicalBatchLoader(HostLoader):
                 optimizer.signal_skip_step(do_skip=do_skip)
                 if draws is not None:
                     items = max(size, int(made_up))
-                    self._number = draws.deliver(items, not do_skip, self._number)
+                    self._number = draws.deliver(items, not do_skip, self._number, batch)
                 in_flight.deliver(batch)
                 yield batch
                 self._require(own)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from opacus import PrivacyEngine
 from opacus.schedulers import (
     ExponentialGradClip,
     ExponentialNoise,
@@ -207,3 +209,32 @@ def test_own_schedule(base: type[Any], method: str) -> None:
     resumed = own(resumed_target)
     resumed.load_state_dict(schedule.state_dict())  # its value is saved, for want of a factor
     assert vars(resumed_target) == vars(target)
+
+
+def test_noise_that_the_count_of_adaptive_clipping_cannot_share_is_refused() -> None:
+    """Theorem 1 of arXiv:1905.03871 needs sigma < 2 * unclipped_num_std, also of a later sigma."""
+    model = torch.nn.Linear(4, 3)
+    target = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=torch.nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 4), torch.zeros(8)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        clipping="adaptive",
+        target_unclipped_quantile=0.5,
+        clipbound_learning_rate=0.2,
+        max_clipbound=10.0,
+        min_clipbound=0.1,
+        unclipped_num_std=0.8,
+    )[1]
+    schedule = ExponentialNoise(target, gamma=1.5)
+    schedule.step()
+    with pytest.raises(
+        ValueError, match=r"smaller than 2 \* unclipped_num_std, got 2\.25 and 0\.8"
+    ):
+        schedule.step()
+    assert target.noise_multiplier == 1.5
+    with pytest.raises(ValueError, match=r"got 1\.5 and nan"):
+        target._privacy.count_noise_std = math.nan
+    assert 1.5 < target._privacy.noise_std_at(1.0) < math.inf

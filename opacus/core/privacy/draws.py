@@ -19,6 +19,9 @@ Note [Items are samples]
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
+
+from opacus.core.privacy.delivered import Delivered
 
 MOST_WAITING = 4096
 PART_LEFT = (
@@ -34,11 +37,15 @@ class Draws:
     Attributes:
         started: Whether anything has been drawn.
         part: Number of the latest step's batch in its pass; -1 before the first.
+        count: How many batches were delivered.
+        delivered: What tells them apart.
     """
 
     def __init__(self) -> None:
         self.started = False
         self.part = -1
+        self.count = 0
+        self.delivered = Delivered()
         self._next_part = 0
         self._cycle: int | None = None
         self._logical = 0  # number of the next logical batch
@@ -49,6 +56,11 @@ class Draws:
         self._left = False  # whether what waits is of a pass that was left
         self._seen = 0
         self._used: list[int] = []  # logical batches of the parts in the step so far
+
+    @property
+    def waits(self) -> bool:
+        """Whether a batch was delivered that may yet be used."""
+        return bool(self._waiting)
 
     def begin(self, part: int = 0, whole: bool = False, cycle: int | None = None) -> None:
         """A pass over the data begins.
@@ -75,13 +87,16 @@ class Draws:
                 "noise each batch of the private loader must be followed by optimizer.step()"
             )
 
-    def deliver(self, items: int, last: bool = True, number: int | None = None) -> int | None:
+    def deliver(
+        self, items: int, last: bool = True, number: int | None = None, batch: Any = None
+    ) -> int | None:
         """A batch of so many items goes to the training loop.
 
         Args:
             items: Number of samples that it must have.
             last: Whether it is the last part of its logical batch.
             number: Of that, if a part of it was delivered before.
+            batch: What is delivered.
 
         Returns:
             The same for the next part, ``None`` after the last.
@@ -92,6 +107,8 @@ class Draws:
         if number is None:
             number, self._logical = self._logical, self._logical + 1
         self._waiting.append((items, number, self._next_part))
+        self.count += 1
+        self.delivered.add(batch)
         self._parts[number] = self._parts.get(number, 0) + 1
         if len(self._parts) > MOST_WAITING:
             del self._parts[next(iter(self._parts))]

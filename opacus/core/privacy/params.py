@@ -45,8 +45,7 @@ class PrivacyParams:
         # What gradients of the parameters are multiplied by before they are clipped and get noise,
         # and divided by afterwards, in the order of the optimizer; None: by nothing.
         self.gradient_scales: Callable[[], Sequence[float]] | None = None
-        # Noise of a private count that shares the budget (adaptive clipping), or None.
-        self.count_noise_std: float | None = None
+        self._count_noise_std: float | None = None
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
@@ -83,7 +82,25 @@ class PrivacyParams:
             raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}")
         if self._max_grad_norm:
             self._check_finite(value, [self._max_grad_norm])
+        _check_count(value, self._count_noise_std)
         self._noise_multiplier = value
+
+    @property
+    def count_noise_std(self) -> float | None:
+        """Noise of a private count (adaptive clipping) that shares the budget, or None.
+
+        Theorem 1 of arXiv:1905.03871: the gradient gets more noise, so that both together cost what
+        ``noise_multiplier`` says, which the accountant keeps counting.
+
+        Raises:
+            ValueError: It is so small that the count alone costs more.
+        """
+        return self._count_noise_std
+
+    @count_noise_std.setter
+    def count_noise_std(self, value: float | None) -> None:
+        _check_count(self._noise_multiplier, value)
+        self._count_noise_std = value
 
     def _check_finite(self, noise_multiplier: float, norms: list[float]) -> None:
         if noise_multiplier > 0 and not all(map(math.isfinite, norms)):
@@ -131,6 +148,14 @@ class PrivacyParams:
         if multiplier and self.count_noise_std is not None:
             multiplier = (multiplier**-2 - (2 * self.count_noise_std) ** -2) ** -0.5
         return multiplier * sensitivity if multiplier else 0.0
+
+
+def _check_count(noise_multiplier: float, std: float | None) -> None:
+    if std is not None and not noise_multiplier < 2 * std:
+        raise ValueError(
+            "noise_multiplier must be smaller than 2 * unclipped_num_std, got "
+            f"{noise_multiplier} and {std}: see Theorem 1 of arXiv:1905.03871"
+        )
 
 
 def plain_norms(value: Any) -> Any:

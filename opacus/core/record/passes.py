@@ -138,10 +138,9 @@ class Passes:
         given: Called with the inputs of the model, in training.
     """
 
-    given: Callable[[Any], None] | None = None
-
     def __init__(self, dim: int) -> None:
         self.dim = dim
+        self.given: list[Callable[[Any], None]] = []
         self.current: ForwardPass | None = None
         self.latest: ForwardPass | None = None
         self.generation = Generation()
@@ -237,5 +236,5 @@ class Passes:
         self.generation = Generation()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "current": None, "latest": None, "given": None}
+        state = {**self.__dict__, "current": None, "latest": None, "given": []}
         return {**state, "generation": Generation()}

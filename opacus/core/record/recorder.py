@@ -161,8 +161,9 @@ class Recorder(Taps):
             return None
         passes, inputs, self.ours = self.passes, (args, kwargs), True
         current, recorded = passes.begin(inputs), self.active(module)
-        if recorded and passes.given is not None and not self.probed:
-            passes.given(inputs)
+        if recorded and not self.probed:
+            for tell in passes.given:
+                tell(inputs)
         alone = len(current.generation.calls) == 1
         if torch.cuda.is_initialized() and alone and number_of_backward() < 0:
             self.attention.choose((*args, *kwargs.values()) if recorded else None)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opacus.core.privacy.params import PrivacyParams
 from opacus.core.ranks.parallelism import Single
 
 
@@ -64,20 +63,3 @@ def private_fraction(
     if parallelism.world_size > 1:
         dist.all_reduce(value)
     return float(value) / batch + 0.5
-
-
-def spend_on_count(privacy: PrivacyParams, std: float) -> None:
-    """Let the count, noised with ``std``, share the budget of ``noise_multiplier``.
-
-    Theorem 1 of the paper: the gradient gets more noise, so that both together cost
-    what ``noise_multiplier`` says, which the accountant keeps counting.
-
-    Raises:
-        ValueError: ``std`` is so small that the count alone costs more.
-    """
-    if privacy.noise_multiplier >= 2 * std:
-        raise ValueError(
-            "noise_multiplier must be smaller than 2 * unclipped_num_std, got "
-            f"{privacy.noise_multiplier} and {std}: see Theorem 1 of arXiv:1905.03871"
-        )
-    privacy.count_noise_std = std

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from opacus.core.step.adaptive import Quantile, centred_count, private_fraction, spend_on_count
+from opacus.core.step.adaptive import Quantile, centred_count, private_fraction
 from opacus.privacy_engine import PrivacyEngine
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
@@ -104,7 +104,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         )
         batch = (privacy.expected_batch_size or len(norms)) * parallelism.world_size
         std = batch * COUNT_STD
-        spend_on_count(privacy, std)
+        privacy.count_noise_std = std
         within = torch.isfinite(norms) & (norms <= privacy.max_grad_norm)
         count = centred_count(within) / self.module.copies_of_samples
         self.optimizer.agree()
