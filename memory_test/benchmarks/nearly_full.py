@@ -5,13 +5,14 @@
 First the non-private step and ours with all of the card. Then both with less and less of it
 (``torch.cuda.set_per_process_memory_fraction``), as shares of the non-private step's peak, and
 ours once more where it is told that it has all (``memory_budget``), so that memory runs out: a
-batch that fails is left, and the next one is trained on.
+batch that fails is left, and the next one is trained on. ``PYTORCH_CUDA_ALLOC_CONF`` is in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ class Rows:
         row: dict[str, Any] = {
             "model": self.args.model, "mode": way.mode, "batch": self.cell.batch,
             "tokens": self.cell.tokens, "share": share, "budget": told and str(told),
+            "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
             "may_have_gb": may_have * card_bytes() / 1e9, "times_ms": [], "out_of_memory": [],
         }  # fmt: skip
         if CUDA:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from opacus.core.platform.sizes import FREE_MEMORY_MARGIN
@@ -43,6 +45,17 @@ class Card:
             self._free, _ = torch.cuda.mem_get_info(device)
         self._asked += 1
         return _most(device, used, _can_get(device, used, cached, self._free))
+
+
+def give_back_to_the_card() -> None:
+    """Give back what torch has in its cache, as memory has run out.
+
+    What it has is in pieces: the next step would fail at its first large tensor, of logits, say,
+    where the first step had room for it.
+    """
+    gc.collect()  # graphs with checkpoints are in cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _most(device: torch.device, used: int, free: int) -> int:

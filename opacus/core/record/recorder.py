@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.platform.attention import AttentionPlans
+from opacus.core.platform.memory import give_back_to_the_card
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import (
     number_of_backward,
@@ -73,6 +74,7 @@ class Recorder(Taps):
             dim=0 if (own if isinstance(own, bool) else batch_first) else 1,
             sharded=any(is_fsdp(module) for module in root.modules()),
         )
+        self.ran_out = False  # whether the latest pass ended as there was no memory
         self._modules = [layer.module for layer in layers]  # layers hold theirs weakly
         self._hooks = [LayerHooks(self, layer) for layer in layers]
         self.handles: list[Any] = []
@@ -138,6 +140,9 @@ class Recorder(Taps):
         self.in_backward, self.ours, self.lone_runs, self.losses = True, True, lone, losses
         try:
             yield
+        except torch.OutOfMemoryError:
+            self.ran_out = True
+            raise
         finally:
             self.in_backward, self.ours, self.lone_runs, self.losses = before
 
@@ -151,6 +156,9 @@ class Recorder(Taps):
         """The model is about to run; returns the arguments that it gets, ``None`` for its own."""
         if self.in_backward:
             return None
+        if self.ran_out:  # nothing of the failed pass is needed any more
+            self.ran_out = False
+            give_back_to_the_card()
         if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
             prepare_for_graphs(PLAIN)  # it may have been imported meanwhile
             if self._own_checkpoints.blocks:
@@ -194,6 +202,7 @@ class Recorder(Taps):
             self.reached.end(output)
         self.end_lone()
         if output is None:
+            self.ran_out = isinstance(sys.exc_info()[1], torch.OutOfMemoryError)
             if number_of_backward() < 0:
                 self.attention.give_back()
             self.whose.repeats.explain(sys.exc_info()[1])

@@ -67,9 +67,9 @@ class Limits:
         """Bytes that may be held, and bytes of the device that may be in use; ``None``: any."""
         own, card = self.numbers
         held, peak = min(own, self._others[0]), min(card, self._others[1])
-        if peak == _NONE and device.type == "cuda":
-            if self.default_peak:
-                peak = self._card.most_in_use(device)
+        if device.type == "cuda":
+            if self.default_peak or peak != _NONE:  # no more than there is, whatever is allowed
+                peak = min(peak, self._card.most_in_use(device))
             elif held == _NONE:
                 held = int(free_memory(device) * FREE_MEMORY_SHARE)
         return _number(held), _number(peak)
@@ -96,7 +96,8 @@ class Limits:
         self.spare += block or held // 4
         logger.warning(
             "Out of memory with %.2f GiB held for the clipped sum; nothing of this batch is "
-            "released. From the next step on %s. Set memory_budget to choose it yourself",
+            "released. From the next step on %s. Set memory_budget to choose it yourself; "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves less memory in pieces",
             held / 2**30,
             "a block more runs again, or all wait in host memory where that is faster"
             if block
