@@ -280,7 +280,7 @@ def check_module(module: object) -> None:
 def on_all_ranks(
     module: nn.Module, grad_sample_mode: str, **facts: Any
 ) -> Iterator[dict[str, Any]]:
-    """Run local checks; with a sharded model all ranks raise if one does, or if they disagree.
+    """Run local checks; with a model on several ranks all raise if one does, or if they disagree.
 
     See :func:`~opacus.core.ranks.agreement.together`.
 
@@ -293,9 +293,9 @@ def on_all_ranks(
         The facts, to which the body may add what it has found out.
     """
     mode = MODES.get(grad_sample_mode) if isinstance(grad_sample_mode, str) else None
-    sharded = is_fsdp(module) or (mode is not None and mode.parallelism != "any")
-    sharded = sharded or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
-    ask = sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    spread = is_distributed(module) or (mode is not None and mode.parallelism != "any")
+    spread = spread or (grad_sample_mode == AUTO and any(is_fsdp(m) for m in module.modules()))
+    ask = spread and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ask:
         about = {"the model": describe(module), "grad_sample_mode": grad_sample_mode}
         facts = {**about, **facts}

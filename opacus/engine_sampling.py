@@ -15,6 +15,23 @@ from opacus.data.rates import sample_rate_of
 from opacus.engine_settings import Settings
 
 
+def facts_of_draws(settings: Settings) -> dict[str, Any]:
+    """What must be equal on ranks that draw together: each is given the whole data set.
+
+    With another number of items a rank would deal them out in another way, so that an item could
+    be drawn by two ranks, and count steps at another rate.
+    """
+    loader = settings.data_loader
+    if not settings.poisson_sampling or not hasattr(loader.dataset, "__len__"):
+        return {}
+    return {
+        "the number of items of data_loader.dataset, which each rank needs whole": len(
+            loader.dataset
+        ),
+        "the sample rate of data_loader": sample_rate_of(loader),
+    }
+
+
 def check_sampling(settings: Settings, accountant: IAccountant) -> None:
     """Check that batches are drawn as they are counted.
 

@@ -43,6 +43,7 @@ from opacus.engine_sampling import (
     check_correlation,
     check_sampling,
     check_truncated,
+    facts_of_draws,
     sampling_of,
 )
 from opacus.engine_settings import Settings
@@ -79,7 +80,7 @@ class EngineSteps(EngineCheckpoints):
         """What was asked for, ``"auto"`` and the data layout resolved. Changes nothing.
 
         Raises:
-            ValueError: An argument is refused; with a sharded model on all ranks.
+            ValueError: An argument is refused; with a model on several ranks on all of them.
         """
         check_module(asked.module)
         with on_all_ranks(asked.module, asked.grad_sample_mode, **asked.facts()) as agreed:
@@ -94,6 +95,7 @@ class EngineSteps(EngineCheckpoints):
             check_public_numbers(asked.data_loader, asked.expected_batch_size, asked.sample_rate)
             check_arguments(asked)
             check_sampling(asked, self.accountant)
+            agreed |= facts_of_draws(asked)
             check_correlation(asked, adaptive=bool(self._criterion_keywords))
             check_scales(asked, adaptive=bool(self._criterion_keywords))
             if type(self)._prepare_optimizer is EngineSteps._prepare_optimizer:

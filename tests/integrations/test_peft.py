@@ -120,6 +120,27 @@ def test_dora_whose_identity_has_as_many_rows_as_samples(mode: str) -> None:
     check(adapted(CONFIGS["DoRA"]()), mode, TokenLoss(), ids, ids.roll(1, 1), logits)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_later_steps_are_exact(kind: str, mode: str) -> None:
+    """Most passes are not followed after the first ones, and one sample may run without taps."""
+    model, c = adapted(CONFIGS[kind]()).double().train(), 1e-2
+    twin, (names, parameters) = copy.deepcopy(model), trainable(model)
+    wrapped, optimizer, loss = private(model, mode, TokenLoss(), c, SAMPLES)
+    for count in (4, 3, 4, 1, 16, 5, 1):
+        ids = texts(count)
+        rows = per_sample_gradients(
+            twin, lambda m, batch: TokenLoss()(logits(m, batch[0]), batch[1]), (ids, ids.roll(1, 1))
+        )
+        factors = (c / (norms(rows) + CLIPPING_EPS)).clamp(max=1.0)
+        optimizer.zero_grad()
+        loss(logits(wrapped, ids), ids.roll(1, 1)).backward()
+        optimizer.step()
+        for name, parameter in zip(names, parameters, strict=True):
+            expected = torch.einsum("b,b...->...", factors, rows[name]) / SAMPLES
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-8)
+
+
 def orthogonality(model: nn.Module) -> Tensor:
     """AdaLoRA's term, which PEFT adds to the loss that the model itself computes."""
     factors = [p for n, p in model.named_parameters() if "lora_A" in n or "lora_B" in n]

@@ -382,6 +382,9 @@ def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> 
     simple = output.shape[:1] == (1,) and all(
         t.simple if isinstance(t, Shared) else t.shape[:1] == (1,) for t in inputs
     )
+    if not simple:  # also where its values alone are used, as DoRA does for its weight
+        scope.not_simple()
+    use.forward_pass.moved.add(use.spec.name)
 
     def rows() -> Tensor:
         own = output.rows() if isinstance(output, Shared) else scope.share(output)
@@ -390,7 +393,6 @@ def tap_shared(use: Use, output: Tensor, inputs: list[Tensor], scope: Scope) -> 
         if named is not None:
             use.units = named.of_layer(use.spec, None, own, 0)
         use.register(own.shape, counted=number_of_backward() < 0, dims=output.dim())
-        use.forward_pass.moved.add(use.spec.name)
         with _saved_as_it_is():
             (tapped,) = Tap.apply(ANCHOR, use, 1, own, *tensors)
         return tapped
