@@ -5,7 +5,8 @@
 First the non-private step and ours with all of the card. Then both with less and less of it
 (``torch.cuda.set_per_process_memory_fraction``), as shares of the non-private step's peak, and
 ours once more where it is told that it has all (``memory_budget``), so that memory runs out: a
-batch that fails is left, and the next one is trained on. ``PYTORCH_CUDA_ALLOC_CONF`` is in the file.
+batch that fails is left, and the next one is trained on. ``PYTORCH_CUDA_ALLOC_CONF`` counts, and
+is noted.
 """
 
 from __future__ import annotations
