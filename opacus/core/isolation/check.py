@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,7 @@ from torch import Tensor, nn
 from opacus.core.isolation import messages
 from opacus.core.isolation.losses import Criterion, coupled_loss
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
+from opacus.core.isolation.schedule import Schedule
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
@@ -76,42 +77,6 @@ _STRUCTURE_WAIT, _COURSE_WAIT = 5.0, 0.5
 
 class IsolationError(RuntimeError):
     """A unit's gradient depends on other units of its batch. Nothing of the batch is released."""
-
-
-@dataclass
-class Schedule:
-    """When a check is due; see Note [When]."""
-
-    interval: int = 1000
-    steps: int = 0
-    checks: int = 0
-    free: int = 0  # of these, checks whose time does not count
-    latest: int = 0  # the step of the latest check
-    known: set[Hashable] = field(default_factory=set)
-
-    def due(self, key: Hashable) -> bool:
-        """Whether a batch of this structure is checked in this step."""
-        return self.periodic() or self.new(key)
-
-    def periodic(self) -> bool:
-        return self.checks == 0 or self.steps - self.latest >= self.interval
-
-    def new(self, key: Hashable) -> bool:
-        """Whether the structure is new, and checks have not taken too much time so far."""
-        return key not in self.known and self.checks - self.free < 16 + self.steps // 500
-
-    def doubt(self) -> None:
-        """A batch was refused: the next ones are checked, too, until one is not.
-
-        However many are refused, as many checks are left for others.
-        """
-        self.latest = -self.interval
-        self.free += 1
-
-    def note(self, key: Hashable) -> None:
-        self.known.add(key)
-        self.checks += 1
-        self.latest = self.steps
 
 
 class Isolation:
@@ -369,7 +334,9 @@ class Isolation:
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
         runs = self._runs(watch)
-        if not self._any_rank(runs is not None and bool(watch.received)) or runs is None:
+        if not self._any_rank(runs is not None and runs.counts) or runs is None:
+            samples = self.ranks is not None and bool(watch.received) and watch.rows.units > 0
+            self._note(watch, finite=watch.finite, done=self._any_rank(samples))
             return refusal
         found: list[Difference] = []
         try:
@@ -388,8 +355,16 @@ class Isolation:
             )
         if self._any_rank(refusal is not None):
             return refusal or messages.ELSEWHERE
-        self.schedule.note(watch.key)
+        self._note(watch, finite=watch.finite and (self._probe.finite or not runs.counts))
         return None
+
+    def _note(self, watch: Watch, *, finite: bool, done: bool = True) -> None:
+        """A pass was checked, unless numbers were not finite on some rank: then another will be."""
+        if self._any_rank(not finite):
+            self.schedule.again(watch.key)
+            self.recorder.whose.course.forget(watch.course)
+        elif done:
+            self.schedule.note(watch.key)
 
     def _runs(self, watch: Watch) -> WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""

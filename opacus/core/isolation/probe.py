@@ -117,6 +117,10 @@ class Probe:
         recorder: Its recorder.
         plain: Whether plain autograd may run backward.
         any_rank: Whether something is true on some rank that takes part.
+
+    Attributes:
+        finite: Whether all that the latest run had to compare could be: no unit shows anything
+            where numbers are too large for half precision, or one that the model keeps is NaN.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class Probe:
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
+        self.finite = True
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -147,7 +152,7 @@ class Probe:
             IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
-        self._dtypes = set(dtypes)
+        self._dtypes, self.finite = set(dtypes), True
         with ExitStack() as stack:
             for other in others(self._recorder):
                 stack.enter_context(other.paused())
@@ -342,7 +347,8 @@ class Probe:
         """The first layer at which squared norms differ, as a list of one or none."""
         whole = max(sum(one.values()), sum(two.values()))
         if not math.isfinite(sum(one.values()) + sum(two.values())):
-            return []  # too large for half precision, say: there is nothing to compare
+            self.finite = False
+            return []
         floor = 0.1 * tolerance * math.sqrt(whole)
         differing: dict[str, tuple[float, float]] = {}
         for name in one.keys() | two.keys():
@@ -381,9 +387,10 @@ def _tolerance(model: nn.Module, also: Collection[torch.dtype]) -> float:
 
 
 def _telling(norms: Norms, count: int) -> list[int]:
-    """The units with the largest and the smallest norm, and one between."""
+    """The units with the largest and the smallest finite norm, and one between."""
     totals = [sum(values[place] for values in norms.values()) for place in range(count)]
-    order = sorted((p for p in range(count) if totals[p] > 0), key=lambda p: totals[p])
+    finite = (p for p in range(count) if 0 < totals[p] < math.inf)
+    order = sorted(finite, key=lambda p: totals[p])
     order = order or list(range(count))
     return list(dict.fromkeys(order[i] for i in (-1, 0, len(order) // 2)))
 

@@ -63,6 +63,7 @@ class Watch:
         self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended
+        self.finite = True  # whether there are finite numbers to compare
         self.refusal: str | None = None  # what is wrong with its losses
         self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
@@ -130,13 +131,17 @@ class Watch:
 
     def prepare(self) -> bool:
         """All gradients have come; whether there is anything to run."""
+        if self.cotangents and not self.chosen:
+            self.finite = False
+            return False
         if not self.chosen and self.scalars:
             self.chosen = _choose([1.0] * self.rows.units, self._count(TOGETHER))
         sizes = [float(size) for size in self._sizes]
         largest = math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
         every = [*self.cotangents.values(), *self.scalars.values()]
         unchanged = all(t._version == version for t, version in self._versions)
-        if not (self.chosen and unchanged and math.isfinite(largest) and largest > 0):
+        self.finite &= math.isfinite(largest)
+        if not (self.chosen and unchanged and self.finite and largest > 0):
             return False
         if any(t.dtype in _NARROW for t in every):  # to the size with most digits, all alike
             factor = 2.0 ** -math.frexp(largest)[1]
