@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from opacus import IsolationError
+from opacus import IsolationError, check_isolation
 from opacus.core.isolation.probe import Probe
 from tests.helpers.distributed import run_distributed
 from tests.helpers.kept_values import B, D, Net, batch, number, plain, step, written_numbers
@@ -75,3 +75,9 @@ def test_right_models_with_samples_that_are_not_finite(
     for seed in range(2, 8):
         step(made, *(with_nan(seed) if seed % 2 else batch(seed)))
     assert checks == [2] or use is written_numbers  # whose list grows, which is a new setting
+
+
+def test_a_loss_that_is_not_finite_is_not_called_right() -> None:
+    x, _ = batch(0)
+    with pytest.raises(ValueError, match="cannot be checked: it is not finite"):
+        check_isolation(Net(plain).double(), x * math.inf, lambda model, one: model(one).sum(1))

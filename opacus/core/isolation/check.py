@@ -45,8 +45,8 @@ Note [What is not seen]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,10 +55,9 @@ from torch import Tensor, nn
 from opacus.core.isolation import messages
 from opacus.core.isolation.losses import Criterion, coupled_loss
 from opacus.core.isolation.probe import Difference, IncomparableError, Probe
-from opacus.core.isolation.schedule import Schedule
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
-from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
+from opacus.core.isolation.watch import Watch, WatchedRuns
 from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import outside_graphs, under_functorch
@@ -77,6 +76,47 @@ _STRUCTURE_WAIT, _COURSE_WAIT = 5.0, 0.5
 
 class IsolationError(RuntimeError):
     """A unit's gradient depends on other units of its batch. Nothing of the batch is released."""
+
+
+@dataclass
+class Schedule:
+    """When a check is due; see Note [When]."""
+
+    interval: int = 1000
+    steps: int = 0
+    checks: int = 0
+    free: int = 0  # of these, checks whose time does not count
+    latest: int = 0  # the step of the latest check
+    known: set[Hashable] = field(default_factory=set)
+
+    def due(self, key: Hashable) -> bool:
+        """Whether a batch of this structure is checked in this step."""
+        return self.periodic() or self.new(key)
+
+    def periodic(self) -> bool:
+        return self.checks == 0 or self.steps - self.latest >= self.interval
+
+    def new(self, key: Hashable) -> bool:
+        """Whether the structure is new, and checks have not taken too much time so far."""
+        return key not in self.known and self.checks - self.free < 16 + self.steps // 500
+
+    def doubt(self) -> None:
+        """A batch was refused: the next ones are checked, too, until one is not.
+
+        However many are refused, as many checks are left for others.
+        """
+        self.latest = -self.interval
+        self.free += 1
+
+    def again(self, key: Hashable) -> None:
+        """A check had nothing that could be compared: the next batch is checked instead."""
+        self.latest = -self.interval
+        self.known.discard(key)
+
+    def note(self, key: Hashable) -> None:
+        self.known.add(key)
+        self.checks += 1
+        self.latest = self.steps
 
 
 class Isolation:
@@ -137,7 +177,7 @@ class Isolation:
         self._call: tuple[Any, int, Hashable] | None = None  # that runs: inputs, units, structure
         self._alone = 0  # times that only this rank's pass took another course
         self.pending: list[Watch] = []
-        self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
+        self.probe = Probe(self.model, recorder, plain=self._plain, any_rank=self.any_rank)
         recorder.handles += [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after),
@@ -294,56 +334,19 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
-    def check_loss(
-        self,
-        model: Any,
-        batch: Any,
-        loss: Callable[[Any, Any], Any],
-        either: bool = False,
-    ) -> None:
-        """See :func:`opacus.check_isolation`.
-
-        Args:
-            model: What the loss is called with.
-            batch: The same.
-            loss: Gives the loss of a batch.
-            either: Whether that may be a mean or a sum over units, as nobody has said which.
-        """
-        units = number_of_units(batch, None, self.batch_first)
-        rows = UnitRows(units or 0, self.batch_first)
-        if not units or units < 2 or not rows.divides(batch):
-            raise ValueError(
-                "batch must hold at least two samples, in the first dimension of tensors (with "
-                "batch_first=False in the second), to compare them"
-            )
-        if not self.model.training:
-            raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
-        said = ""
-        for mean in (self.mean, not self.mean) if either else (self.mean,):
-            runs = LossRuns(model, batch, rows, loss, mean)
-            try:
-                found = self._probe.run(runs)
-            except IncomparableError as reason:
-                raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
-            if not self._any_rank(bool(found)):
-                return
-            if found:
-                said = said or messages.explained(found[0], self.model, runs.count)
-        raise IsolationError(said or messages.ELSEWHERE)
-
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
         runs = self._runs(watch)
-        if not self._any_rank(runs is not None and runs.counts) or runs is None:
+        if not self.any_rank(runs is not None and runs.counts) or runs is None:
             samples = self.ranks is not None and bool(watch.received) and watch.rows.units > 0
-            self._note(watch, finite=watch.finite, done=self._any_rank(samples))
+            self._note(watch, finite=watch.finite, done=self.any_rank(samples))
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, watch.dtypes)
+            found = self.probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(self._real_runs(watch), watch.dtypes)
+                found = self.probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
             if reason.compared or watch.tokens is not None or not watch.assumed:
                 self._warn(messages.INCOMPARABLE.format(reason))
@@ -353,14 +356,14 @@ class Isolation:
             refusal = refusal or messages.explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None
             )
-        if self._any_rank(refusal is not None):
+        if self.any_rank(refusal is not None):
             return refusal or messages.ELSEWHERE
-        self._note(watch, finite=watch.finite and (self._probe.finite or not runs.counts))
+        self._note(watch, finite=watch.finite and (self.probe.finite or not runs.counts))
         return None
 
     def _note(self, watch: Watch, *, finite: bool, done: bool = True) -> None:
         """A pass was checked, unless numbers were not finite on some rank: then another will be."""
-        if self._any_rank(not finite):
+        if self.any_rank(not finite):
             self.schedule.again(watch.key)
             self.recorder.whose.course.forget(watch.course)
         elif done:
@@ -387,7 +390,7 @@ class Isolation:
     def _real_runs(self, watch: Watch) -> WatchedRuns:
         return (WatchedRuns if watch.tokens is None else TokenRuns)(self.model, watch)
 
-    def _any_rank(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
             return value
         every = self.ranks.gather_all(torch.tensor([int(value)], device=self.ranks.device))

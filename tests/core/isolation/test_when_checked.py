@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opacus.core.isolation.check import Isolation
-from opacus.core.isolation.schedule import Schedule
+from opacus.core.isolation.check import Isolation, Schedule
 from opacus.core.isolation.undisturbed import undisturbed, without_dropout
 from opacus.core.isolation.unit_slices import UnitRows, structure
 from tests.helpers.isolation import (
