@@ -255,13 +255,15 @@ class Isolation:
         course = self.recorder.whose.course.new
         ranks = 1 if self.ranks is None else self.ranks.count
         if watch is None and course and self._alone < max(1, MOST_ALONE // ranks):
-            self.schedule.free += self.recorder.whose.course.compiled
+            whose = self.recorder.whose
+            self.schedule.free += whose.course.compiled or whose.changed is not None
             key = call[2], "another course", self.schedule.steps
             watch = self._watched(*call[:2], key) if self._due(key, _COURSE_WAIT) else None
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
         whose = self.recorder.whose
+        watch.changed = whose.changed
         watch.relies = course and not whose.followed
         watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)
@@ -352,6 +354,7 @@ class Isolation:
                 self._warn(messages.INCOMPARABLE.format(reason))
             else:
                 refusal = refusal or messages.NOT_SHOWN.format(reason)
+        self.recorder.whose.keeps(self.probe.kept)
         if found:
             refusal = refusal or messages.explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None

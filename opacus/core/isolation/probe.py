@@ -14,7 +14,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
+from opacus.core.isolation.left_values import (
+    Left,
+    changed_tensors,
+    depend_on_samples,
+    held_tensors,
+    kept,
+    left_values,
+    put_values,
+    that_differ,
+)
 from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
@@ -27,6 +36,7 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
+from opacus.core.record.changes import Start as Changed
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
@@ -95,6 +105,10 @@ class Runs(Protocol):
     def relies(self) -> bool:
         """Whether rows are taken to be those of the units that they were in training."""
 
+    @property
+    def changed(self) -> Changed | None:
+        """What the pass was the first to change, as it was before."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -121,6 +135,8 @@ class Probe:
     Attributes:
         finite: Whether all that the latest run had to compare could be: no unit shows anything
             where numbers are too large for half precision, or one that the model keeps is NaN.
+        kept: Names of tensors of the model that the latest run found to depend on samples, where
+            its pass was the first to change something.
     """
 
     def __init__(
@@ -138,7 +154,8 @@ class Probe:
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
-        self.finite = True
+        self._changed: dict[int, Any] = {}  # which tensors, and what of these tells values apart
+        self.finite, self.kept = True, set[str]()
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -152,12 +169,14 @@ class Probe:
             IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
-        self._dtypes, self.finite = set(dtypes), True
+        self._dtypes, self.finite, self.kept = set(dtypes), True, set()
         with ExitStack() as stack:
             for other in others(self._recorder):
                 stack.enter_context(other.paused())
             stack.enter_context(undisturbed(self._model))
             stack.enter_context(without_dropout(self._model))
+            if runs.changed is not None:
+                runs.changed.put_back()
             return self._compare(runs)
 
     def _compare(self, runs: Runs) -> list[Difference]:
@@ -178,6 +197,8 @@ class Probe:
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
         alone = [self._alone(runs, place, len(every)) for place in chosen]
+        if runs.changed is not None and runs.counts:
+            self.kept = depend_on_samples([self._changed.get(place, {}) for place in chosen])
         tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
@@ -298,13 +319,14 @@ class Probe:
 
         with same_state(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
+            before = held_tensors(self._model) if runs.changed is not None else {}
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
             with recorder.backward():
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0], before)
             with recorder.paused(), torch.no_grad():
                 return as_lists(ledger.finish())
 
@@ -324,9 +346,10 @@ class Probe:
             return column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
         with same_state(self._model), self._recorder.paused():
+            before = held_tensors(self._model) if runs.changed is not None else {}
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0], before)
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
@@ -338,6 +361,11 @@ class Probe:
             if grad is not None and name not in unheld:
                 squares[name] = square(grad) / len(places) ** 2
         return dict(zip(squares, floats(list(squares.values())), strict=True))
+
+    def _note_left(self, place: int, before: Any) -> None:
+        self._left[place] = left_values(self._model)
+        if before:
+            self._changed[place] = changed_tensors(self._model, before)
 
     # --- comparing ---
 

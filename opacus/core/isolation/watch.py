@@ -20,6 +20,7 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
+from opacus.core.record.changes import Start as Changed
 from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 
@@ -58,6 +59,7 @@ class Watch:
         self.key = key
         self.shared = shared
         self.started: Attributes | None = None  # what the model held when it began, if known
+        self.changed: Changed | None = None  # what no pass before it did
         self.relies = False  # see Runs; the pass took another course than those before
         self.course: Taken | None = None  # that the pass took
         self.assumed = False  # whether rows were taken to be the units', though nothing showed it
@@ -189,6 +191,7 @@ class WatchedRuns:
         self.made_up = made_up
         self.rows = watch.rows
         self.relies = watch.relies
+        self.changed = watch.changed
 
     @property
     def counts(self) -> bool:
@@ -259,6 +262,7 @@ class LossRuns:
     """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
 
     relies = False
+    changed = None
 
     def __init__(
         self,

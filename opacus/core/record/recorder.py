@@ -29,6 +29,7 @@ from opacus.core.platform.torch_internals import (
     renumber,
     under_functorch,
 )
+from opacus.core.record.changes import Changes
 from opacus.core.record.course import Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.experts import watch_experts
@@ -217,5 +218,15 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, Course, AttentionPlans),
+    *(
+        WhoseRows,
+        IndexCheck,
+        RepeatCheck,
+        Reached,
+        SampleRows,
+        Flags,
+        Course,
+        Changes,
+        AttentionPlans,
+    ),
 )

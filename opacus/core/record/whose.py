@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus.core.record.changes import Changes, Start
 from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.kept_values import KeptValues
@@ -51,6 +52,8 @@ class WhoseRows:
         self.repeats = RepeatCheck()
         self.flags = Flags()
         self.course = Course()
+        self.changes: Changes | None = Changes()
+        self._several = False  # whether the latest one is of several samples
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = self.guesses = self.assumed = self.followed = False
@@ -70,8 +73,18 @@ class WhoseRows:
             {},
         )
         other.asked, other._shared, other.course = False, None, Course()
-        other._kept = None
+        other._kept = other.changes = None
         return other
+
+    @property
+    def changed(self) -> Start | None:
+        """What the latest pass was the first to change of what modules hold, as it was before."""
+        return None if self.changes is None else self.changes.start
+
+    def keeps(self, names: Iterable[str]) -> None:
+        """What these hold was found to depend on samples."""
+        if self._kept is not None:
+            self._kept.add(names)
 
     def begin(
         self,
@@ -99,6 +112,9 @@ class WhoseRows:
         asks = None
         if recorded:
             self.flags.look(model)
+            self._several = batch is None or batch > 1
+            if self.changes is not None:
+                self.changes.begin(model)
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
@@ -119,6 +135,9 @@ class WhoseRows:
         self.followed = trail is not None
         looked = trail is not None and any(trail.looked)
         self.course.end(manner, followed=self.followed, looked=looked)
+        if self.changes is not None and self.changes.end(counts=self._several):
+            self.course.new = True
+            self._follower.follow_next(like=False)
         if self.course.new:
             self._follower.follow_next()
 
@@ -131,6 +150,8 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
+        if output is None and self.changes is not None:
+            self.changes.drop()
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
