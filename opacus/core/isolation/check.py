@@ -53,8 +53,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation import messages
+from opacus.core.isolation.incomparable import IncomparableError
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.probe import Difference, IncomparableError, Probe
+from opacus.core.isolation.probe import Difference, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import Watch, WatchedRuns
@@ -256,14 +257,14 @@ class Isolation:
         ranks = 1 if self.ranks is None else self.ranks.count
         if watch is None and course and self._alone < max(1, MOST_ALONE // ranks):
             whose = self.recorder.whose
-            self.schedule.free += whose.course.compiled or whose.changed is not None
+            self.schedule.free += whose.course.compiled or whose.course.changed is not None
             key = call[2], "another course", self.schedule.steps
             watch = self._watched(*call[:2], key) if self._due(key, _COURSE_WAIT) else None
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
         whose = self.recorder.whose
-        watch.changed = whose.changed
+        watch.changed = whose.course.changed
         watch.relies = course and not whose.followed
         watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)

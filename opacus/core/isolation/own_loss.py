@@ -7,7 +7,7 @@ from typing import Any
 
 from opacus.core.isolation import messages
 from opacus.core.isolation.check import Isolation, IsolationError
-from opacus.core.isolation.probe import IncomparableError
+from opacus.core.isolation.incomparable import IncomparableError
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units
 from opacus.core.isolation.watch import LossRuns
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.incomparable import RUN_ERRORS, IncomparableError, cannot, is_theirs
 from opacus.core.isolation.left_values import (
     Left,
     changed_tensors,
@@ -36,13 +35,12 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
-from opacus.core.record.changes import Start as Changed
+from opacus.core.record.course import Start as Changed
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # How far norms may differ: relative to the larger one. A tenth of it, relative to the norm of
 # the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -50,8 +48,6 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Of these, where runs differ in nothing but what the model kept.
 STATES = 0.01
 
-# Errors of a model that does not run on so few samples.
-RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
 RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
 _FULL_ELSEWHERE = (
@@ -61,19 +57,6 @@ _FULL_ELSEWHERE = (
 V = TypeVar("V")
 # What a backward pass starts from: tensors and their gradients.
 Start = tuple[list[Tensor], list[Tensor]]
-
-
-class IncomparableError(Exception):
-    """Units cannot be compared; says why.
-
-    Args:
-        reason: Why.
-        compared: Whether a unit among others and beside copies of itself is the same.
-    """
-
-    def __init__(self, reason: str, *, compared: bool = False) -> None:
-        super().__init__(reason)
-        self.compared = compared
 
 
 @dataclass(frozen=True)
@@ -183,16 +166,16 @@ class Probe:
         numbers = RandomNumbers(self._model)
         every: Sequence[int] = range(runs.count)
         together = self._attempt(runs, partial(self._tapped, runs, every))
-        smaller = _is_theirs(together) and runs.most > runs.count
+        smaller = is_theirs(together) and runs.most > runs.count
         if self._any_rank(smaller):  # it may take batches of one size only
             numbers.again()
             every = [place % runs.count for place in range(max(runs.count, runs.most))]
             together = self._attempt(runs, partial(self._tapped, runs, every))
         if isinstance(together, Exception):
-            refused = not (isinstance(together, IncomparableError) or _is_theirs(together))
+            refused = not (isinstance(together, IncomparableError) or is_theirs(together))
             if self._any_rank(refused):
                 return [Difference(-1, str(together), math.nan, math.nan)] if refused else []
-            raise IncomparableError(_cannot(together, f"{runs.count} samples")) from together
+            raise IncomparableError(cannot(together, f"{runs.count} samples")) from together
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
@@ -338,7 +321,7 @@ class Probe:
             one = self._attempt(runs, partial(self._one, runs, places))
             if not isinstance(one, Exception):
                 return one
-            reason = reason or _cannot(one, "one sample")
+            reason = reason or cannot(one, "one sample")
         raise IncomparableError(reason)
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
@@ -425,28 +408,3 @@ def _telling(norms: Norms, count: int) -> list[int]:
 
 def _described(layer: Layer) -> str:
     return f"layer '{layer.spec.name}' ({layer.spec.kind.__name__})"
-
-
-def _cannot(error: Exception, what: str) -> str:
-    """Why the model, which an error stopped in a run on ``what``, is not compared."""
-    if isinstance(error, IncomparableError):
-        return str(error)
-    return f"it cannot be run on {what}: {_brief(error)}"
-
-
-def _brief(error: BaseException) -> str:
-    """An error in one line: torch explains some at length."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _is_theirs(found: Any) -> bool:
-    """Whether a model stopped a run, or torch in it."""
-    refused = isinstance(found, IncomparableError)
-    return isinstance(found, Exception) and not refused and not _is_ours(found)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether the package raised this itself, rather than torch or the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(PACKAGE)

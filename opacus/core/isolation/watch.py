@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.incomparable import IncomparableError
 from opacus.core.isolation.losses import batch_mean
-from opacus.core.isolation.probe import IncomparableError, Start
+from opacus.core.isolation.probe import Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
-from opacus.core.record.changes import Start as Changed
+from opacus.core.record.course import Start as Changed
 from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 

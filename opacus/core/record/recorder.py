@@ -29,8 +29,7 @@ from opacus.core.platform.torch_internals import (
     renumber,
     under_functorch,
 )
-from opacus.core.record.changes import Changes
-from opacus.core.record.course import Course
+from opacus.core.record.course import Changes, Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.experts import watch_experts
 from opacus.core.record.flags import Flags
@@ -179,7 +178,7 @@ class Recorder(Taps):
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
             self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
-        self.whose.course.begin()
+        self.whose.course.begin(module if recorded else None)
         return None
 
     @outside_graphs

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.record.changes import Changes, Start
-from opacus.core.record.course import Course
+from opacus.core.record.course import Changes, Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.kept_values import KeptValues
 from opacus.core.record.layers import Layer
@@ -51,8 +50,7 @@ class WhoseRows:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
         self.flags = Flags()
-        self.course = Course()
-        self.changes: Changes | None = Changes()
+        self.course = Course(Changes())
         self._several = False  # whether the latest one is of several samples
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
@@ -73,13 +71,8 @@ class WhoseRows:
             {},
         )
         other.asked, other._shared, other.course = False, None, Course()
-        other._kept = other.changes = None
+        other._kept = None
         return other
-
-    @property
-    def changed(self) -> Start | None:
-        """What the latest pass was the first to change of what modules hold, as it was before."""
-        return None if self.changes is None else self.changes.start
 
     def keeps(self, names: Iterable[str]) -> None:
         """What these hold was found to depend on samples."""
@@ -113,8 +106,6 @@ class WhoseRows:
         if recorded:
             self.flags.look(model)
             self._several = batch is None or batch > 1
-            if self.changes is not None:
-                self.changes.begin(model)
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
@@ -134,12 +125,9 @@ class WhoseRows:
         trail = self._follower.trail
         self.followed = trail is not None
         looked = trail is not None and any(trail.looked)
-        self.course.end(manner, followed=self.followed, looked=looked)
-        if self.changes is not None and self.changes.end(counts=self._several):
-            self.course.new = True
-            self._follower.follow_next(like=False)
+        self.course.end(manner, followed=self.followed, looked=looked, several=self._several)
         if self.course.new:
-            self._follower.follow_next()
+            self._follower.follow_next(like=self.course.changed is None)
 
     def end(
         self,
@@ -150,8 +138,6 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
-        if output is None and self.changes is not None:
-            self.changes.drop()
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
