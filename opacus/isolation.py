@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from opacus.core.isolation.check import Isolation, IsolationError
+from opacus.core.isolation.own_loss import check_loss
 from opacus.grad_sample import GradSampleHooks
 
 __all__ = ["IsolationError", "check_isolation"]
@@ -42,10 +43,10 @@ def check_isolation(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any
     """
     isolation = getattr(model, "isolation", None)
     if isinstance(isolation, Isolation):
-        isolation.check_loss(model, batch, loss)
+        check_loss(isolation, model, batch, loss)
         return
     hooks = GradSampleHooks(model, strict=False)
     try:
-        hooks.isolation.check_loss(model, batch, loss, either=True)
+        check_loss(hooks.isolation, model, batch, loss, either=True)
     finally:
         hooks.cleanup()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import defaultdict
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,32 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from opacus import IsolationError
 from tests.helpers import oracle
 from tests.helpers.distributed import run_distributed
+from tests.helpers.kept_values import (
+    B,
+    D,
+    Net,
+    batch,
+    number,
+    plain,
+    running_mean,
+    step,
+    written_numbers,
+)
 from tests.helpers.releases import CLIP, private
-
-B, D = 4, 5
-
-
-class Net(nn.Module):
-    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
-        self.register_buffer("mean", torch.zeros(D))
-        self.code = nn.Parameter(torch.zeros(D), requires_grad=False)
-        self.state: Any = None
-        self.queue: Any = deque(maxlen=2)
-        self.size, self.sizes, self.array = 0.0, [1.0], np.zeros(D)
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.use(self, x).tanh())
-
-
-def running_mean(net: Any, x: Tensor) -> Tensor:
-    h = net.a(x)
-    out = net.b(h - net.mean)
-    net.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-    return out
 
 
 def new_buffer(net: Any, x: Tensor) -> Tensor:
@@ -88,18 +72,6 @@ def weight(net: Any, x: Tensor) -> Tensor:
     return out
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(B, D, generator=draw).double() * 3, torch.arange(B) % 3
-
-
-def step(made: Any, x: Tensor, y: Tensor) -> None:
-    model, optimizer, criterion, *_ = made
-    optimizer.zero_grad()
-    criterion(model(x), y).backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
 @pytest.mark.parametrize("use", [running_mean, new_buffer, state, queue])
 def test_of_an_earlier_batch(use: Any, mode: str) -> None:
@@ -125,14 +97,6 @@ def test_in_a_parameter(use: Any, mode: str) -> None:
             ValueError, match=r"parameter '.*' holds what was computed from samples"
         ):
             step(made, *batch(seed))
-
-
-def number(net: Any, x: Tensor) -> Tensor:
-    """It changes little with each batch."""
-    h = net.a(x)
-    out = net.b(h * (1 + net.size))
-    net.size = 0.99 * net.size + 0.01 * h.detach().abs().mean().item()
-    return out
 
 
 def numbers(net: Any, x: Tensor) -> Tensor:
@@ -178,14 +142,6 @@ def test_on_one_of_two_ranks(mode: str) -> None:
     assert len(one) == len(two) == 2
     assert all("what the model keeps of samples in 'size'" in text for text in one)
     assert all("another rank found" in text for text in two)
-
-
-def written_numbers(net: Any, x: Tensor) -> Tensor:
-    """What is for looking at, and a counter, by which all samples are scaled alike."""
-    h = net.a(x)
-    net.sizes.append(h.detach().abs().max().item())
-    net.size += 1
-    return net.b(h * (1 + net.size / 10))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
@@ -245,10 +201,6 @@ class Centred(nn.Module):
         else:
             self.calls += 1
         return losses
-
-
-def plain(net: Any, x: Tensor) -> Tensor:
-    return net.b(net.a(x).tanh())
 
 
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])

@@ -45,7 +45,7 @@ Note [What is not seen]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -53,11 +53,12 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation import messages
+from opacus.core.isolation.incomparable import IncomparableError
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.probe import Difference, IncomparableError, Probe
+from opacus.core.isolation.probe import Difference, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
-from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns
+from opacus.core.isolation.watch import Watch, WatchedRuns
 from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import outside_graphs, under_functorch
@@ -107,6 +108,11 @@ class Schedule:
         """
         self.latest = -self.interval
         self.free += 1
+
+    def again(self, key: Hashable) -> None:
+        """A check had nothing that could be compared: the next batch is checked instead."""
+        self.latest = -self.interval
+        self.known.discard(key)
 
     def note(self, key: Hashable) -> None:
         self.known.add(key)
@@ -172,7 +178,7 @@ class Isolation:
         self._call: tuple[Any, int, Hashable] | None = None  # that runs: inputs, units, structure
         self._alone = 0  # times that only this rank's pass took another course
         self.pending: list[Watch] = []
-        self._probe = Probe(self.model, recorder, plain=self._plain, any_rank=self._any_rank)
+        self.probe = Probe(self.model, recorder, plain=self._plain, any_rank=self.any_rank)
         recorder.handles += [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after),
@@ -250,13 +256,15 @@ class Isolation:
         course = self.recorder.whose.course.new
         ranks = 1 if self.ranks is None else self.ranks.count
         if watch is None and course and self._alone < max(1, MOST_ALONE // ranks):
-            self.schedule.free += self.recorder.whose.course.compiled
+            whose = self.recorder.whose
+            self.schedule.free += whose.course.compiled or whose.course.changed is not None
             key = call[2], "another course", self.schedule.steps
             watch = self._watched(*call[:2], key) if self._due(key, _COURSE_WAIT) else None
             self._alone += watch is None and self._meetings is not None
         if watch is None:
             return None
         whose = self.recorder.whose
+        watch.changed = whose.course.changed
         watch.relies = course and not whose.followed
         watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)
@@ -329,67 +337,41 @@ class Isolation:
         finally:
             self.schedule.steps += 1
 
-    def check_loss(
-        self,
-        model: Any,
-        batch: Any,
-        loss: Callable[[Any, Any], Any],
-        either: bool = False,
-    ) -> None:
-        """See :func:`opacus.check_isolation`.
-
-        Args:
-            model: What the loss is called with.
-            batch: The same.
-            loss: Gives the loss of a batch.
-            either: Whether that may be a mean or a sum over units, as nobody has said which.
-        """
-        units = number_of_units(batch, None, self.batch_first)
-        rows = UnitRows(units or 0, self.batch_first)
-        if not units or units < 2 or not rows.divides(batch):
-            raise ValueError(
-                "batch must hold at least two samples, in the first dimension of tensors (with "
-                "batch_first=False in the second), to compare them"
-            )
-        if not self.model.training:
-            raise ValueError("model is in eval mode, in which nothing is recorded: call train()")
-        said = ""
-        for mean in (self.mean, not self.mean) if either else (self.mean,):
-            runs = LossRuns(model, batch, rows, loss, mean)
-            try:
-                found = self._probe.run(runs)
-            except IncomparableError as reason:
-                raise ValueError(f"loss(model, batch) cannot be checked: {reason}") from None
-            if not self._any_rank(bool(found)):
-                return
-            if found:
-                said = said or messages.explained(found[0], self.model, runs.count)
-        raise IsolationError(said or messages.ELSEWHERE)
-
     def _checked(self, watch: Watch, refusal: str | None) -> str | None:
         """Check one forward pass; what is wrong with it, or has been before."""
         runs = self._runs(watch)
-        if not self._any_rank(runs is not None and bool(watch.received)) or runs is None:
+        if not self.any_rank(runs is not None and runs.counts) or runs is None:
+            samples = self.ranks is not None and bool(watch.received) and watch.rows.units > 0
+            self._note(watch, finite=watch.finite, done=self.any_rank(samples))
             return refusal
         found: list[Difference] = []
         try:
-            found = self._probe.run(runs, watch.dtypes)
+            found = self.probe.run(runs, watch.dtypes)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
-                found = self._probe.run(self._real_runs(watch), watch.dtypes)
+                found = self.probe.run(self._real_runs(watch), watch.dtypes)
         except IncomparableError as reason:
             if reason.compared or watch.tokens is not None or not watch.assumed:
                 self._warn(messages.INCOMPARABLE.format(reason))
             else:
                 refusal = refusal or messages.NOT_SHOWN.format(reason)
+        self.recorder.whose.keeps(self.probe.kept)
         if found:
             refusal = refusal or messages.explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None
             )
-        if self._any_rank(refusal is not None):
+        if self.any_rank(refusal is not None):
             return refusal or messages.ELSEWHERE
-        self.schedule.note(watch.key)
+        self._note(watch, finite=watch.finite and (self.probe.finite or not runs.counts))
         return None
+
+    def _note(self, watch: Watch, *, finite: bool, done: bool = True) -> None:
+        """A pass was checked, unless numbers were not finite on some rank: then another will be."""
+        if self.any_rank(not finite):
+            self.schedule.again(watch.key)
+            self.recorder.whose.course.forget(watch.course)
+        elif done:
+            self.schedule.note(watch.key)
 
     def _runs(self, watch: Watch) -> WatchedRuns | None:
         """How to run the model on units of this pass; ``None`` if there are none to run."""
@@ -412,7 +394,7 @@ class Isolation:
     def _real_runs(self, watch: Watch) -> WatchedRuns:
         return (WatchedRuns if watch.tokens is None else TokenRuns)(self.model, watch)
 
-    def _any_rank(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         if self.ranks is None or (self.ranks.count == 1 and not self.ranks.tensor):
             return value
         every = self.ranks.gather_all(torch.tensor([int(value)], device=self.ranks.device))

@@ -6,13 +6,16 @@ No trail follows these. A model that reads them in a later batch trains on sampl
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opacus.core.platform.attributes import MOST_ELEMENTS, attributes_of, is_array
+from opacus.core.record.kept_values import held
 
 # Entries of a container, with those in containers in it, and levels of these.
 MOST_ENTRIES, DEPTH = 4096, 3
@@ -51,6 +54,34 @@ def that_differ(some: Iterable[Left]) -> list[Left]:
         if names:
             return [{name: values[name] for name in names} for values in (first, other)]
     return []
+
+
+def held_tensors(model: nn.Module) -> dict[tuple[str, int], tuple[Tensor, int]]:
+    """What modules hold in buffers, parameters and attributes, and in which version."""
+    found: dict[tuple[str, int], tuple[Tensor, int]] = {}
+    for name, tensor in held(model):
+        number = next(n for n in itertools.count() if (name, n) not in found)
+        found[name, number] = tensor, -1 if tensor.is_inference() else tensor._version
+    return found
+
+
+def changed_tensors(model: nn.Module, before: Any) -> dict[tuple[str, int], Any]:
+    """Of what a run has changed since then, what tells values apart."""
+    changed: dict[tuple[str, int], Any] = {}
+    for place, (tensor, version) in held_tensors(model).items():
+        old, then = before.get(place, (None, -1))
+        if tensor is not old or version != then:
+            wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+            sums = [wide.sum(), wide.abs().sum(), (wide * wide.abs()).sum()]
+            changed[place] = tuple(tensor.shape), [str(one.item()) for one in sums]
+    return changed
+
+
+def depend_on_samples(some: Iterable[dict[tuple[str, int], Any]]) -> set[str]:
+    """Names of what is not alike in these, each of a run on another sample."""
+    first, *others = some
+    places = set(first).union(*others)
+    return {name for name, n in places for x in others if x.get((name, n)) != first.get((name, n))}
 
 
 def kept(model: nn.Module, values: Left, where: str) -> str:

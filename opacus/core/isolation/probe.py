@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +12,17 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
+from opacus.core.isolation.incomparable import RUN_ERRORS, IncomparableError, cannot, is_theirs
+from opacus.core.isolation.left_values import (
+    Left,
+    changed_tensors,
+    depend_on_samples,
+    held_tensors,
+    kept,
+    left_values,
+    put_values,
+    that_differ,
+)
 from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
@@ -27,12 +35,12 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
+from opacus.core.record.course import Start as Changed
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # How far norms may differ: relative to the larger one. A tenth of it, relative to the norm of
 # the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -40,8 +48,6 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Of these, where runs differ in nothing but what the model kept.
 STATES = 0.01
 
-# Errors of a model that does not run on so few samples.
-RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
 RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
 _FULL_ELSEWHERE = (
@@ -51,19 +57,6 @@ _FULL_ELSEWHERE = (
 V = TypeVar("V")
 # What a backward pass starts from: tensors and their gradients.
 Start = tuple[list[Tensor], list[Tensor]]
-
-
-class IncomparableError(Exception):
-    """Units cannot be compared; says why.
-
-    Args:
-        reason: Why.
-        compared: Whether a unit among others and beside copies of itself is the same.
-    """
-
-    def __init__(self, reason: str, *, compared: bool = False) -> None:
-        super().__init__(reason)
-        self.compared = compared
 
 
 @dataclass(frozen=True)
@@ -95,6 +88,10 @@ class Runs(Protocol):
     def relies(self) -> bool:
         """Whether rows are taken to be those of the units that they were in training."""
 
+    @property
+    def changed(self) -> Changed | None:
+        """What the pass was the first to change, as it was before."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -117,6 +114,12 @@ class Probe:
         recorder: Its recorder.
         plain: Whether plain autograd may run backward.
         any_rank: Whether something is true on some rank that takes part.
+
+    Attributes:
+        finite: Whether all that the latest run had to compare could be: no unit shows anything
+            where numbers are too large for half precision, or one that the model keeps is NaN.
+        kept: Names of tensors of the model that the latest run found to depend on samples, where
+            its pass was the first to change something.
     """
 
     def __init__(
@@ -134,6 +137,8 @@ class Probe:
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
+        self._changed: dict[int, Any] = {}  # which tensors, and what of these tells values apart
+        self.finite, self.kept = True, set[str]()
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -147,32 +152,36 @@ class Probe:
             IncomparableError: The model cannot be run on single units, or draws random numbers
                 of its own; on all ranks alike.
         """
-        self._dtypes = set(dtypes)
+        self._dtypes, self.finite, self.kept = set(dtypes), True, set()
         with ExitStack() as stack:
             for other in others(self._recorder):
                 stack.enter_context(other.paused())
             stack.enter_context(undisturbed(self._model))
             stack.enter_context(without_dropout(self._model))
+            if runs.changed is not None:
+                runs.changed.put_back()
             return self._compare(runs)
 
     def _compare(self, runs: Runs) -> list[Difference]:
         numbers = RandomNumbers(self._model)
         every: Sequence[int] = range(runs.count)
         together = self._attempt(runs, partial(self._tapped, runs, every))
-        smaller = _is_theirs(together) and runs.most > runs.count
+        smaller = is_theirs(together) and runs.most > runs.count
         if self._any_rank(smaller):  # it may take batches of one size only
             numbers.again()
             every = [place % runs.count for place in range(max(runs.count, runs.most))]
             together = self._attempt(runs, partial(self._tapped, runs, every))
         if isinstance(together, Exception):
-            refused = not (isinstance(together, IncomparableError) or _is_theirs(together))
+            refused = not (isinstance(together, IncomparableError) or is_theirs(together))
             if self._any_rank(refused):
                 return [Difference(-1, str(together), math.nan, math.nan)] if refused else []
-            raise IncomparableError(_cannot(together, f"{runs.count} samples")) from together
+            raise IncomparableError(cannot(together, f"{runs.count} samples")) from together
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
         alone = [self._alone(runs, place, len(every)) for place in chosen]
+        if runs.changed is not None and runs.counts:
+            self.kept = depend_on_samples([self._changed.get(place, {}) for place in chosen])
         tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
@@ -293,13 +302,14 @@ class Probe:
 
         with same_state(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
+            before = held_tensors(self._model) if runs.changed is not None else {}
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
             with recorder.backward():
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0], before)
             with recorder.paused(), torch.no_grad():
                 return as_lists(ledger.finish())
 
@@ -311,7 +321,7 @@ class Probe:
             one = self._attempt(runs, partial(self._one, runs, places))
             if not isinstance(one, Exception):
                 return one
-            reason = reason or _cannot(one, "one sample")
+            reason = reason or cannot(one, "one sample")
         raise IncomparableError(reason)
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
@@ -319,9 +329,10 @@ class Probe:
             return column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
         with same_state(self._model), self._recorder.paused():
+            before = held_tensors(self._model) if runs.changed is not None else {}
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0], before)
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
@@ -334,6 +345,11 @@ class Probe:
                 squares[name] = square(grad) / len(places) ** 2
         return dict(zip(squares, floats(list(squares.values())), strict=True))
 
+    def _note_left(self, place: int, before: Any) -> None:
+        self._left[place] = left_values(self._model)
+        if before:
+            self._changed[place] = changed_tensors(self._model, before)
+
     # --- comparing ---
 
     def _differences(
@@ -342,7 +358,8 @@ class Probe:
         """The first layer at which squared norms differ, as a list of one or none."""
         whole = max(sum(one.values()), sum(two.values()))
         if not math.isfinite(sum(one.values()) + sum(two.values())):
-            return []  # too large for half precision, say: there is nothing to compare
+            self.finite = False
+            return []
         floor = 0.1 * tolerance * math.sqrt(whole)
         differing: dict[str, tuple[float, float]] = {}
         for name in one.keys() | two.keys():
@@ -381,37 +398,13 @@ def _tolerance(model: nn.Module, also: Collection[torch.dtype]) -> float:
 
 
 def _telling(norms: Norms, count: int) -> list[int]:
-    """The units with the largest and the smallest norm, and one between."""
+    """The units with the largest and the smallest finite norm, and one between."""
     totals = [sum(values[place] for values in norms.values()) for place in range(count)]
-    order = sorted((p for p in range(count) if totals[p] > 0), key=lambda p: totals[p])
+    finite = (p for p in range(count) if 0 < totals[p] < math.inf)
+    order = sorted(finite, key=lambda p: totals[p])
     order = order or list(range(count))
     return list(dict.fromkeys(order[i] for i in (-1, 0, len(order) // 2)))
 
 
 def _described(layer: Layer) -> str:
     return f"layer '{layer.spec.name}' ({layer.spec.kind.__name__})"
-
-
-def _cannot(error: Exception, what: str) -> str:
-    """Why the model, which an error stopped in a run on ``what``, is not compared."""
-    if isinstance(error, IncomparableError):
-        return str(error)
-    return f"it cannot be run on {what}: {_brief(error)}"
-
-
-def _brief(error: BaseException) -> str:
-    """An error in one line: torch explains some at length."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _is_theirs(found: Any) -> bool:
-    """Whether a model stopped a run, or torch in it."""
-    refused = isinstance(found, IncomparableError)
-    return isinstance(found, Exception) and not refused and not _is_ours(found)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether the package raised this itself, rather than torch or the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(PACKAGE)

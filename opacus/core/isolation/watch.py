@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.incomparable import IncomparableError
 from opacus.core.isolation.losses import batch_mean
-from opacus.core.isolation.probe import IncomparableError, Start
+from opacus.core.isolation.probe import Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
+from opacus.core.record.course import Start as Changed
 from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 
@@ -58,11 +60,13 @@ class Watch:
         self.key = key
         self.shared = shared
         self.started: Attributes | None = None  # what the model held when it began, if known
+        self.changed: Changed | None = None  # what no pass before it did
         self.relies = False  # see Runs; the pass took another course than those before
         self.course: Taken | None = None  # that the pass took
         self.assumed = False  # whether rows were taken to be the units', though nothing showed it
         self.begun = False  # whether a backward pass of ours has begun since
         self.complete = False  # whether one that came here has ended
+        self.finite = True  # whether there are finite numbers to compare
         self.refusal: str | None = None  # what is wrong with its losses
         self.received: set[int] = set()  # places of outputs that got a gradient
         self.chosen: list[int] = []
@@ -130,13 +134,17 @@ class Watch:
 
     def prepare(self) -> bool:
         """All gradients have come; whether there is anything to run."""
+        if self.cotangents and not self.chosen:
+            self.finite = False
+            return False
         if not self.chosen and self.scalars:
             self.chosen = _choose([1.0] * self.rows.units, self._count(TOGETHER))
         sizes = [float(size) for size in self._sizes]
         largest = math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
         every = [*self.cotangents.values(), *self.scalars.values()]
         unchanged = all(t._version == version for t, version in self._versions)
-        if not (self.chosen and unchanged and math.isfinite(largest) and largest > 0):
+        self.finite &= math.isfinite(largest)
+        if not (self.chosen and unchanged and self.finite and largest > 0):
             return False
         if any(t.dtype in _NARROW for t in every):  # to the size with most digits, all alike
             factor = 2.0 ** -math.frexp(largest)[1]
@@ -184,6 +192,7 @@ class WatchedRuns:
         self.made_up = made_up
         self.rows = watch.rows
         self.relies = watch.relies
+        self.changed = watch.changed
 
     @property
     def counts(self) -> bool:
@@ -254,6 +263,7 @@ class LossRuns:
     """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
 
     relies = False
+    changed = None
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Attributes:
                     del module.__dict__[name]
                 module.__dict__.update(values)
         for value, entries in self._entries:
-            _fill(value, entries)
+            fill(value, entries)
         for array, values in self._arrays:
             array[...] = values
 
@@ -98,7 +98,8 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _fill(value: Any, entries: list[Any]) -> None:
+def fill(value: Any, entries: list[Any]) -> None:
+    """Let a container have these entries, of a dictionary names and values."""
     now = list(value.items() if isinstance(value, dict) else value)
     if len(now) == len(entries) and all(map(_same, now, entries)):
         return

@@ -9,7 +9,7 @@ in buffers, parameters (codebooks) and attributes; in later ones it is taken for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,16 +39,20 @@ class KeptValues:
         """
         if not self._known or (self._batch is not None and self._batch() is batch):
             return
-        for name, tensor in _held(model):
+        for name, tensor in held(model):
             if name in self._known and not _is_reset(tensor, trail):
                 reason = f"{name} holds what was computed from samples of an earlier batch, of "
                 reason += "which a later one may know nothing"
                 trail.mark(tensor, Lost(reason, mixed=True))
 
+    def add(self, names: Iterable[str]) -> None:
+        """What these hold was found to depend on samples."""
+        self._known |= set(names)
+
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        self._known |= {name for name, own in _held(model) if trail.state(own) is not None}
+        self._known |= {name for name, own in held(model) if trail.state(own) is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())
@@ -60,7 +64,7 @@ def _is_reset(tensor: Tensor, trail: Trail) -> bool:
         return not bool(tensor.any())
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in buffers, parameters and attributes, also in lists, tuples and dictionaries."""
     for path, module in model.named_modules():
         parts = {

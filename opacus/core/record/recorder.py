@@ -30,7 +30,7 @@ from opacus.core.platform.torch_internals import (
     renumber,
     under_functorch,
 )
-from opacus.core.record.course import Course
+from opacus.core.record.course import Changes, Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.experts import watch_experts
 from opacus.core.record.flags import Flags
@@ -187,7 +187,7 @@ class Recorder(Taps):
         elif self.carried is not None and recorded and not (self.probed or under_functorch()):
             told = passes.told is not None and not self.whose.indices.follows
             self.carried.begin(current, inputs, rows_are_units=told and not self.whose.asked)
-        self.whose.course.begin()
+        self.whose.course.begin(module if recorded else None)
         return None
 
     @outside_graphs
@@ -227,5 +227,15 @@ class Recorder(Taps):
 # Of no use in a compiled graph.
 PLAIN = (
     *(Recorder, Taps, Passes, LayerHooks, Follower, LoneSample, PassUse, Use, Tap, Layer),
-    *(WhoseRows, IndexCheck, RepeatCheck, Reached, SampleRows, Flags, Course, AttentionPlans),
+    *(
+        WhoseRows,
+        IndexCheck,
+        RepeatCheck,
+        Reached,
+        SampleRows,
+        Flags,
+        Course,
+        Changes,
+        AttentionPlans,
+    ),
 )

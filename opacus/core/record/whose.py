@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.record.course import Course
+from opacus.core.record.course import Changes, Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.kept_values import KeptValues
 from opacus.core.record.layers import Layer
@@ -50,7 +50,8 @@ class WhoseRows:
         self.indices = IndexCheck(layer.spec for layer in layers)
         self.repeats = RepeatCheck()
         self.flags = Flags()
-        self.course = Course()
+        self.course = Course(Changes())
+        self._several = False  # whether the latest one is of several samples
         self._follower = Follower({layer.spec.name: layer.trained_names for layer in layers})
         self._follows = False  # whether the follower has to be asked about layers now
         self.asked = self.guesses = self.assumed = self.followed = False
@@ -72,6 +73,11 @@ class WhoseRows:
         other.asked, other._shared, other.course = False, None, Course()
         other._kept = None
         return other
+
+    def keeps(self, names: Iterable[str]) -> None:
+        """What these hold was found to depend on samples."""
+        if self._kept is not None:
+            self._kept.add(names)
 
     def begin(
         self,
@@ -99,6 +105,7 @@ class WhoseRows:
         asks = None
         if recorded:
             self.flags.look(model)
+            self._several = batch is None or batch > 1
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
@@ -118,9 +125,9 @@ class WhoseRows:
         trail = self._follower.trail
         self.followed = trail is not None
         looked = trail is not None and any(trail.looked)
-        self.course.end(manner, followed=self.followed, looked=looked)
+        self.course.end(manner, followed=self.followed, looked=looked, several=self._several)
         if self.course.new:
-            self._follower.follow_next()
+            self._follower.follow_next(like=self.course.changed is None)
 
     def end(
         self,

@@ -124,9 +124,9 @@ def test_nothing_of_a_refused_batch_is_left(mode: str) -> None:
     parts = private(mlp(), mode)
     model = parts[0]
     isolation = model.isolation
-    isolation._probe._differences = lambda *a: []
+    isolation.probe._differences = lambda *a: []
     step(parts, vectors())
-    del isolation._probe._differences
+    del isolation.probe._differences
     isolation.schedule.known.clear()
     watched = isolation._watched
     isolation._watched = lambda *a: setattr(w := watched(*a), "refusal", "it is wrong") or w

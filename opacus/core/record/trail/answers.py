@@ -106,6 +106,7 @@ class Follower:
         self._places: dict[str, int] = {}
         self._unfollowed: Answer | None = None  # what the running pass relies on
         self._looks: PlacedRows | None = None  # at masks, and at what is joined
+        self._follow_any = False  # whether the next one is followed, whatever its structure
         self._latest: Answer | None = None  # what the latest one did, or has led to
         self._default: Answer | None = None  # of structures of which nothing is remembered
 
@@ -148,7 +149,9 @@ class Follower:
         answer = self._default if known is None else self._answers[known]
         if answer is not None and self._keys[0] not in self._always:
             self._known = answer.uses
-            if not (answer.looks_again() or self._waits(answer)) or not can_follow():
+            again = answer.looks_again() or self._waits(answer) or self._follow_any
+            self._follow_any = False
+            if not again or not can_follow():
                 self._unfollowed = self._latest = answer
                 self._look_at_masks(answer, can_follow)
                 return self._known is not None
@@ -172,8 +175,13 @@ class Follower:
         """That of the inputs of this forward pass."""
         return self._keys[0]
 
-    def follow_next(self) -> None:
-        """Follow the next pass of the structure of this one, which took another course."""
+    def follow_next(self, *, like: bool = True) -> None:
+        """Follow the next pass, of the structure of this one if it took another course.
+
+        Args:
+            like: Whether one of another structure shows nothing.
+        """
+        self._follow_any |= not like
         if self._unfollowed is not None:
             self._unfollowed.doubtful = True
 
