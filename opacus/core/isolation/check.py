@@ -60,6 +60,7 @@ from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import Watch, WatchedRuns
 from opacus.core.platform.attributes import Attributes
+from opacus.core.platform.memory import give_back_to_the_card
 from opacus.core.platform.switches import switched_on
 from opacus.core.platform.torch_internals import outside_graphs, under_functorch
 from opacus.core.platform.trees import tensors_of
@@ -346,7 +347,7 @@ class Isolation:
             return refusal
         found: list[Difference] = []
         try:
-            found = self.probe.run(runs, watch.dtypes)
+            found = self._found(watch, runs)
             if found and self.ranks is None and watch.rows.has_squares(watch.inputs):
                 watch.rows = replace(watch.rows, squares=False)
                 found = self.probe.run(self._real_runs(watch), watch.dtypes)
@@ -364,6 +365,19 @@ class Isolation:
             return refusal or messages.ELSEWHERE
         self._note(watch, finite=watch.finite and (self.probe.finite or not runs.counts))
         return None
+
+    def _found(self, watch: Watch, runs: WatchedRuns) -> list[Difference]:
+        """What the probe finds; on two units, with less held, where memory runs out otherwise.
+
+        The sums of the step are there beside these runs, so that they may need more than it did.
+        """
+        try:
+            return self.probe.run(runs, watch.dtypes)
+        except torch.OutOfMemoryError:  # on all ranks alike
+            watch.chosen = watch.chosen[:2]
+        give_back_to_the_card()
+        with self.probe.sparing():
+            return self.probe.run(self._real_runs(watch) if runs.counts else runs, watch.dtypes)
 
     def _note(self, watch: Watch, *, finite: bool, done: bool = True) -> None:
         """A pass was checked, unless numbers were not finite on some rank: then another will be."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -139,6 +139,16 @@ class Probe:
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
         self._changed: dict[int, Any] = {}  # which tensors, and what of these tells values apart
         self.finite, self.kept = True, set[str]()
+        self._spares = False
+
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Uses of a layer wait for each other only where they must: less memory, more time."""
+        self._spares = True
+        try:
+            yield
+        finally:
+            self._spares = False
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -288,7 +298,8 @@ class Probe:
         """Norms by the taps."""
         recorder = self._recorder
         # Uses of a layer wait for each other, as long as there is room.
-        most = _room(compute_device(next(self._model.parameters())))
+        device = compute_device(next(self._model.parameters()))
+        most = 0 if self._spares else _room(device)
         ledger = NormLedger(len(places), deferred=True, budget_bytes=most)
         refusals: list[Exception] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -148,10 +148,11 @@ def test_nothing_of_a_refused_batch_is_left(mode: str) -> None:
 def test_running_out_of_memory_says_nothing_of_the_model(mode: str, failing: int) -> None:
     class Large(nn.Module):
         runs = 0
+        full = True
 
         def forward(self, input: Tensor) -> Tensor:
             type(self).runs += 1
-            if type(self).runs == failing:
+            if self.full and (self.runs >= failing if failing == 2 else len(input) == 1):
                 raise torch.OutOfMemoryError("no room")
             return input * 1.0
 
@@ -162,8 +163,33 @@ def test_running_out_of_memory_says_nothing_of_the_model(mode: str, failing: int
     for p, old in zip(parts[0].parameters(), released, strict=True):
         assert torch.equal(p, old)
         assert p.grad is None
+    Large.full = False
     step(parts, vectors())  # it is checked, and trains
     assert not torch.equal(next(iter(parts[0].parameters())), released[0])
+
+
+@pytest.mark.usefixtures("unfollowed")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mixes", [False, True])
+def test_fewer_samples_are_compared_where_memory_is_short(mode: str, mixes: bool) -> None:
+    """The sums of the step are there beside the check's runs."""
+
+    class Short(nn.Module):
+        sizes: ClassVar[list[int]] = []
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.sizes.append(len(input))
+            if len(self.sizes) > 1 and len(input) > 2:
+                raise torch.OutOfMemoryError("no room")
+            return input - 0.3 * input.mean(0) if mixes else input * 1.0
+
+    parts = private(nn.Sequential(nn.Linear(6, 8), Short(), nn.Linear(8, 3)), mode)
+    if mixes:
+        with pytest.raises(IsolationError, match="sample"):
+            step(parts, vectors())
+    else:
+        step(parts, vectors())
+    assert 2 in Short.sizes and max(Short.sizes[1:2]) > 2
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -119,8 +119,8 @@ def stopped(rank: int, world_size: int, failing: str) -> list[str]:
     def tapped(probe: Probe, runs: Any, places: Any) -> Any:
         found = real(probe, runs, places)
         left[0] -= 1
-        if rank == 0 and left[0] == 0:
-            kind, text = failing.split(": ")
+        kind, text = failing.split(": ")
+        if rank == 0 and (left[0] == 0 or (kind == "full" and left[0] < 0)):
             raise {"full": torch.OutOfMemoryError, "odd": ValueError}[kind](text)
         return found
 
