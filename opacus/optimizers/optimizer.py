@@ -258,7 +258,8 @@ class DPOptimizer(
             self._scales_next = True
             self.add_noise()
             self._count_step(entries)
-            self._use_up_batch()
+            if self._second_use is not None:
+                self._second_use.released()
         except BaseException:
             self.zero_grad(set_to_none=True)
             raise

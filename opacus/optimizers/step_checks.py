@@ -236,11 +236,6 @@ class CheckedOptimizer:
             self._second_use.check()
         self._draws.check(self._samples(), final=final)
 
-    def _use_up_batch(self) -> None:
-        """A step has been counted."""
-        if self._second_use is not None:
-            self._second_use.released()
-
     def _forget_batch(self) -> None:
         """What the step has seen is dropped."""
         for seen in (self._draws, self._unit_names):
