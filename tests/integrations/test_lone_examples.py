@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.integrations.texts import tokenizer
+from tests.integrations.texts import texts, tokenizer
 from tests.integrations.tiny import Texts, arguments, bert, collate, llama, weights
 
 transformers = pytest.importorskip("transformers")
 
 from opacus.integrations.transformers import DPArguments, DPTrainer  # noqa: E402
+from opacus.integrations.transformers.batches import ChunkedCollate  # noqa: E402
 from opacus.integrations.transformers.lone_examples import refuse_mixing  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
@@ -125,7 +126,49 @@ def test_collators_with_random_numbers(seed: int | None) -> None:
     words = tokenizer()
     words.add_special_tokens({"mask_token": "<mask>"})
     masking = transformers.DataCollatorForLanguageModeling(words, mlm=True, seed=seed)
-    refuse_mixing(masking, [{"input_ids": [3, 4, *range(3, n)]} for n in (4, 6, 8)])
+    refuse_mixing(
+        ChunkedCollate(masking, 8), [{"input_ids": [3, 4, *range(3, n)]} for n in (4, 6, 8)]
+    )
+
+
+def transformed(how: Any) -> Any:
+    """Texts that the data set makes in view of all that a batch draws, as ``set_transform`` does."""
+    data = texts(20, (3, 9))
+
+    def transform(rows: Any) -> dict[str, Tensor]:
+        batch = tokenizer()(rows["text"], padding=True, return_tensors="pt")
+        return how({"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]})
+
+    data.set_transform(transform)
+    return data
+
+
+def of_next_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {**batch, "labels": labels}
+
+
+def of_neighbours(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "labels": batch["input_ids"].roll(1, 0)}
+
+
+def of_two_classes(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "labels": batch["input_ids"][:, 0] % 2}
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_transforms_of_a_whole_draw(tmp_path: Path, limit: int) -> None:
+    more = {
+        "collator": transformers.default_data_collator, "remove_unused_columns": False,
+        "per_device_train_batch_size": limit, "expected": 4,
+    }  # fmt: skip
+    trained(tmp_path, llama(), transformed(of_next_tokens), **more)  # padded by the data set
+    with pytest.raises(ValueError, match="labels of an example changes with"):
+        trained(tmp_path, llama(), transformed(of_neighbours), **more)
+    model, data = trained_for_long("BertForTokenClassification"), transformed(of_two_classes)
+    trained(tmp_path, model, data, pooling(over_padding=False), **more)
+    with pytest.raises(ValueError, match="depends on its padding"):
+        trained(tmp_path, model, data, pooling(over_padding=True), **more)
 
 
 def test_nothing_is_drawn_from_the_runs_random_numbers(

@@ -3,10 +3,11 @@
 Clipping bounds what an example adds by its own row, not what it does to the others'. Two ways lead
 there that no hook in the model can see, since the batch comes like that:
 
-- The collator mixes examples (mixup). A row is compared with itself beside other examples.
-- Rows are padded to the longest of the batch, and the padding counts: a mean over all positions, a
-  normalisation over time, attention without a mask. The loss of a short example by itself is
-  compared with its loss beside a long one.
+- The collator mixes examples (mixup), or the transform of a data set of ``datasets``, which sees a
+  whole draw. A row is compared with itself beside other examples.
+- Rows are padded to the longest of the batch or draw, and the padding counts: a mean over all
+  positions, a normalisation over time, attention without a mask. The loss of a short example by
+  itself is compared with its loss beside a long one.
 
 A few examples of the training set are looked at, without gradients. What cannot be compared
 (a collator with random numbers of its own, padding that is not at the end) is let pass.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from opacus.checkpoints.random_state import RandomState
+from opacus.integrations.transformers.batches import LogicalBatch
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _EXAMPLES, _SEEDS, _REPEATS = 8, 4, 6
 EXACT, ROUGH = 1e-4, 3e-2
 
 Rows = dict[str, Tensor]
-Collate = Callable[[list[Any]], Mapping[str, Any]]
+Collate = Callable[[list[Any]], LogicalBatch]
 Losses = Callable[[Mapping[str, Any]], Tensor]
 
 
@@ -44,8 +46,8 @@ def refuse_dependence(
 
     Args:
         dataset: The training set.
-        collate: Of a physical batch.
-        losses: ``[B]`` of a collated batch, without gradients; ``None``: padding cannot count.
+        collate: Of a draw, in physical batches.
+        losses: ``[B]`` of a physical batch, without gradients; ``None``: padding cannot count.
         tolerance: Relative, of a loss.
 
     Raises:
@@ -56,13 +58,24 @@ def refuse_dependence(
     try:
         last = len(dataset) - 1
         numbers = {i * last // (_EXAMPLES - 1) for i in range(_EXAMPLES)}  # spread over the set
-        examples = [dataset[i] for i in sorted(numbers)]
+        examples, collate = _as_drawn(dataset, collate, sorted(numbers))
         examples.sort(key=lambda e: _numbers(_seeded(collate, [e], 0)))
         refuse_mixing(collate, examples)
         if losses is not None:
             refuse_padding(collate, examples, losses, tolerance)
     finally:
         generators.restore(before)  # the run's random numbers are what they would have been
+
+
+def _as_drawn(dataset: Any, collate: Collate, numbers: list[int]) -> tuple[list[Any], Collate]:
+    """Examples, and what collates some; where a loader asks for all of a draw at once, so is here.
+
+    Such examples are given by number, as a transform may make one in view of others.
+    """
+    fetch = getattr(dataset, "__getitems__", None)
+    if fetch is None:
+        return [dataset[i] for i in numbers], collate
+    return [*numbers], lambda some: collate(copy.deepcopy(fetch(some)))
 
 
 def refuse_mixing(collate: Collate, examples: list[Any]) -> None:
@@ -77,8 +90,9 @@ def refuse_mixing(collate: Collate, examples: list[Any]) -> None:
     if found:
         raise ValueError(
             f"data_collator: {found} of an example changes with the other examples of its batch "
-            "(mixup, say), so one example more changes the gradients of others, which clipping "
-            "does not bound. Make each row of its own example alone"
+            "(mixup, there or in the data set's transform), so one example more changes the "
+            "gradients of others, which clipping does not bound. Make each row of its own example "
+            "alone"
         )
 
 
@@ -87,7 +101,7 @@ def _mixed(collate: Collate, examples: list[Any], seed: int) -> str:
     one, *_, other, longest = examples  # beside the longest nothing else sets the length
 
     def beside(example: Any) -> Rows:
-        return _rows(_seeded(collate, [longest, example], seed), 0, 2)
+        return _rows(_seeded(collate, [longest, example], seed), 0)
 
     first, second = beside(one), beside(other)
     found = _differing(first, second)
@@ -109,8 +123,10 @@ def refuse_padding(collate: Collate, examples: list[Any], losses: Losses, tolera
     if place is None:
         return
     try:
-        one, again = (float(losses(batch)[0]) for batch in (alone, alone))
-        padded = float(losses(together)[place])
+        one, again, padded = (
+            float(losses(chunk)[at])
+            for chunk, at, _ in (_place(alone, 0), _place(alone, 0), _place(together, place))
+        )
     except Exception as error:  # of models that do not run so
         logger.info("padding was not looked at: %s: %s", type(error).__name__, error)
         return
@@ -125,33 +141,44 @@ def refuse_padding(collate: Collate, examples: list[Any], losses: Losses, tolera
         )
 
 
-def _place_of(alone: Mapping[str, Any], together: Mapping[str, Any]) -> int | None:
-    """Where the example of a batch of one is in a batch of two; ``None`` if not padded there."""
-    own = _rows(alone, 0, 1)
+def _place_of(alone: LogicalBatch, together: LogicalBatch) -> int | None:
+    """Where the example of a draw of one is in a draw of two; ``None`` if not padded there."""
+    own = _rows(alone, 0)
     for place in (1, 0):  # some collators sort by length
-        row = _rows(together, place, 2)
+        row = _rows(together, place)
         longer = any(v.shape != row[k].shape for k, v in own.items() if k in row)
         if longer and own.keys() == row.keys() and not _differing(own, row):
             return place
     return None
 
 
-def _seeded(collate: Collate, examples: list[Any], seed: int) -> Mapping[str, Any]:
+def _seeded(collate: Collate, examples: list[Any], seed: int) -> LogicalBatch:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     return collate(copy.deepcopy(examples))
 
 
-def _numbers(batch: Mapping[str, Any]) -> int:
-    return sum(v.numel() for v in batch.values() if isinstance(v, Tensor))
+def _numbers(batch: LogicalBatch) -> int:
+    values = (v for chunk in batch.chunks for v in chunk.values())
+    return sum(v.numel() for v in values if isinstance(v, Tensor))
 
 
-def _rows(batch: Mapping[str, Any], place: int, count: int) -> Rows:
-    """What a batch of so many examples has of one: a row, or two of a pair."""
+def _place(batch: LogicalBatch, place: int) -> tuple[Mapping[str, Any], int, int]:
+    """The physical batch with an example of a draw, its place there, and how many are there."""
+    for chunk, size in zip(batch.chunks, batch.sizes, strict=True):
+        if place < size:
+            return chunk, place, size
+        place -= size
+    raise IndexError(place)
+
+
+def _rows(batch: LogicalBatch, place: int) -> Rows:
+    """What a draw has of one example: a row, or two of a pair."""
+    chunk, at, count = _place(batch, place)
     return {
-        k: v[place::count]
-        for k, v in batch.items()
+        k: v[at::count]
+        for k, v in chunk.items()
         if isinstance(v, Tensor) and v.dim() and len(v) in (count, 2 * count)
     }
 

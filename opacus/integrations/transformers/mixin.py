@@ -259,7 +259,7 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
     ) -> tuple[Any, Any]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        collate = chunked_collate(train_dataloader).collate
+        collate = chunked_collate(train_dataloader)
         saved = None
         if resume_from_checkpoint is not None:
             saved = checkpoints.read_privacy(resume_from_checkpoint)
@@ -287,8 +287,9 @@ class DPTrainerMixin(PrivateData, PrivateStep, PrivateSaving):
         return self.model_wrapped, loader
 
     def _look_at_examples(self, dataset: Any, collate: Any) -> None:
-        """See ``lone_examples``: physical batches of several examples must not join them."""
-        if self.args.per_device_train_batch_size == 1 or not switched_on(VARIABLE, default=True):
+        """See ``lone_examples``: batches of several examples must not join them."""
+        alone = self.args.per_device_train_batch_size == 1 and not hasattr(dataset, "__getitems__")
+        if alone or not switched_on(VARIABLE, default=True):
             return
         products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
         exact = all(one.fp32_precision in ("none", "ieee") for one in products)
