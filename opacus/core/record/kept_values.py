@@ -32,21 +32,20 @@ class KeptValues:
     """Tensors that a model keeps from one batch to the next.
 
     Attributes:
+        places: Where they are, with their names.
         carried: Names of those that are as an earlier batch has left them, as a pass begins.
     """
 
     def __init__(self) -> None:
         self._known: set[str] = set()  # names of what holds them
         self._batch: weakref.ref[Any] | None = None  # in which they were found
-        self._places: list[tuple[str, Any, str]] = []  # where these are
+        self.places: list[tuple[str, Any, str]] = []  # where these are
         self._left: dict[str, Versions] = {}
         self._ran: weakref.ref[Any] | None = None  # the batch that has left them
         self.carried: set[str] = set()
 
     def arrive(self, batch: object) -> None:
         """A pass begins, followed or not."""
-        if not self._places:
-            return
         same = self._ran is not None and self._ran() is batch
         now = {} if same else self._versions()
         self.carried = {name for name in now if _same(now[name], self._left.get(name, []))}
@@ -54,12 +53,11 @@ class KeptValues:
 
     def leave(self) -> None:
         """It is over."""
-        if self._places:
-            self._left = self._versions()
+        self._left = self._versions()
 
     def _versions(self) -> dict[str, Versions]:
         found: dict[str, Versions] = {}
-        for name, own, key in self._places:
+        for name, own, key in self.places:
             tensors = [t for t in tensors_of(own.get(key)) if not t.is_inference()]
             if tensors:
                 found[name] = [(weakref.ref(t), t._version) for t in tensors]
@@ -101,7 +99,7 @@ class KeptValues:
     def _note(self, model: nn.Module, names: set[str]) -> None:
         if not names <= self._known:
             self._known |= names
-            self._places = [place for place in _places(model) if place[0] in self._known]
+            self.places = [place for place in _places(model) if place[0] in self._known]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())

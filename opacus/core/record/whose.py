@@ -111,7 +111,7 @@ class WhoseRows:
         if recorded:
             self.flags.look(model)
             self._several = batch is None or batch > 1
-            if self._kept is not None:
+            if self._kept is not None and self._kept.places:
                 self._kept.arrive(forward_pass.generation)
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
@@ -145,7 +145,7 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
-        if self._kept is not None:
+        if self._kept is not None and self._kept.places:
             self._kept.leave()
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
