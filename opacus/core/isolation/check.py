@@ -266,7 +266,7 @@ class Isolation:
             return None
         whose = self.recorder.whose
         watch.changed = whose.course.changed
-        watch.relies = course and not whose.followed
+        watch.relies = course and not whose.followed and not whose.carries
         watch.assumed, watch.course = whose.assumed, whose.course.taken
         self.pending.append(watch)
         if not tensors_of(output):
@@ -356,7 +356,7 @@ class Isolation:
                 self._warn(messages.INCOMPARABLE.format(reason))
             else:
                 refusal = refusal or messages.NOT_SHOWN.format(reason)
-        self.recorder.whose.keeps(self.probe.kept)
+        self.recorder.whose.keeps(self.model, self.probe.kept)
         if found:
             refusal = refusal or messages.explained(
                 found[0], self.model, runs.count, bool(watch.scalars), watch.tokens is not None

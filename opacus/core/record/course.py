@@ -67,7 +67,7 @@ class Course:
         self.new, self.compiled, self.taken = False, False, None
         self._key = key
 
-    def begin(self, model: nn.Module | None) -> None:
+    def begin(self, model: nn.Module | None = None) -> None:
         """Now it does; ``model``: what of this is recorded."""
         if torch.compiler.is_compiling():
             self._key = None

@@ -3,7 +3,9 @@
 Averages that a module updates in its forward pass, queues of earlier samples, states that go from
 batch to batch: the gradients of later samples depend on them, and with them on the samples of this
 batch, which no clipping bounds. At the end of passes that are followed, what is kept is looked for
-in buffers, parameters (codebooks) and attributes; in later ones it is taken for what it is.
+in buffers, parameters (codebooks) and attributes; in later ones it is taken for what it is. So it
+is in runs of the isolation check, which a pass that took another course gets at once: a queue that
+is read for the first time makes one.
 """
 
 from __future__ import annotations
@@ -21,13 +23,53 @@ from opacus.core.record.trail.labels import Lost
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
 
+# Of a tensor, and of all in a place.
+Version = tuple[weakref.ref[Tensor], int]
+Versions = list[Version]
+
 
 class KeptValues:
-    """Tensors that a model keeps from one batch to the next."""
+    """Tensors that a model keeps from one batch to the next.
+
+    Attributes:
+        places: Where they are, with their names.
+        carried: Names of those that are as an earlier batch has left them, as a pass begins.
+    """
 
     def __init__(self) -> None:
         self._known: set[str] = set()  # names of what holds them
         self._batch: weakref.ref[Any] | None = None  # in which they were found
+        self.places: list[tuple[str, Any, str]] = []  # where these are
+        self._left: dict[str, Versions] = {}
+        self._ran: weakref.ref[Any] | None = None  # the batch that has left them
+        self.carried: set[str] = set()
+
+    def arrive(self, batch: object) -> None:
+        """A pass begins, followed or not."""
+        same = self._ran is not None and self._ran() is batch
+        now = {} if same else self._versions()
+        self.carried = {name for name in now if _same(now[name], self._left.get(name, []))}
+        self._ran = weakref.ref(batch)
+
+    def leave(self) -> None:
+        """It is over."""
+        self._left = self._versions()
+
+    def _versions(self) -> dict[str, Versions]:
+        found: dict[str, Versions] = {}
+        for name, own, key in self.places:
+            tensors = [t for t in tensors_of(own.get(key)) if not t.is_inference()]
+            if tensors:
+                found[name] = [(weakref.ref(t), t._version) for t in tensors]
+        return found
+
+    def aside(self) -> KeptValues | None:
+        """For runs on the side, in which all that is carried is taken for what it is."""
+        if not self.carried:
+            return None
+        other = KeptValues()
+        other._known = set(self.carried)
+        return other
 
     def begin(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """A pass is followed: what is known to be kept is not of its samples.
@@ -45,14 +87,19 @@ class KeptValues:
                 reason += "which a later one may know nothing"
                 trail.mark(tensor, Lost(reason, mixed=True))
 
-    def add(self, names: Iterable[str]) -> None:
+    def add(self, model: nn.Module, names: Iterable[str]) -> None:
         """What these hold was found to depend on samples."""
-        self._known |= set(names)
+        self._note(model, set(names))
 
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        self._known |= {name for name, own in held(model) if trail.state(own) is not None}
+        self._note(model, {name for name, own in held(model) if trail.state(own) is not None})
+
+    def _note(self, model: nn.Module, names: set[str]) -> None:
+        if not names <= self._known:
+            self._known |= names
+            self.places = [place for place in _places(model) if place[0] in self._known]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())
@@ -64,18 +111,32 @@ def _is_reset(tensor: Tensor, trail: Trail) -> bool:
         return not bool(tensor.any())
 
 
+def _same(one: Versions, two: Versions) -> bool:
+    """Whether these are the same tensors, unchanged."""
+    pairs = zip(one, two, strict=False)
+    return len(one) == len(two) and all(a() is b() and v == w for (a, v), (b, w) in pairs)
+
+
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in buffers, parameters and attributes, also in lists, tuples and dictionaries."""
+    for label, own, name in _places(model):
+        for tensor in tensors_of(own[name]):
+            if is_plain(tensor) and tensor.layout is torch.strided:
+                yield label, tensor
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """What may hold tensors: as what and under which name, in which dictionary."""
     for path, module in model.named_modules():
-        parts = {
-            "buffer": module._buffers,
-            "parameter": module._parameters,
-            "attribute": attributes_of(module),
-        }
-        for kind, values in parts.items():
-            for name, value in values.items():
-                if value is None or isinstance(value, (bool, int, float, str, nn.Module)):
-                    continue
-                for tensor in tensors_of(value):
-                    if is_plain(tensor) and tensor.layout is torch.strided:
-                        yield f"{kind} '{path}.{name}'".replace("'.", "'"), tensor
+        parts = {"buffer": module._buffers, "parameter": module._parameters}
+        for kind, own in parts.items():
+            yield from (
+                (_label(kind, path, name), own, name) for name, v in own.items() if v is not None
+            )
+        for name, value in attributes_of(module).items():
+            if value is not None and not isinstance(value, (bool, int, float, str, nn.Module)):
+                yield _label("attribute", path, name), vars(module), name
+
+
+def _label(kind: str, path: str, name: str) -> str:
+    return f"{kind} '{path}.{name}'".replace("'.", "'")

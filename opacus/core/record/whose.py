@@ -71,13 +71,18 @@ class WhoseRows:
             {},
         )
         other.asked, other._shared, other.course = False, None, Course()
-        other._kept = None
+        other._kept = None if relies or self._kept is None else self._kept.aside()
         return other
 
-    def keeps(self, names: Iterable[str]) -> None:
+    @property
+    def carries(self) -> bool:
+        """Whether something of samples was there from an earlier batch as the latest pass began."""
+        return self._kept is not None and bool(self._kept.carried)
+
+    def keeps(self, model: nn.Module, names: Iterable[str]) -> None:
         """What these hold was found to depend on samples."""
         if self._kept is not None:
-            self._kept.add(names)
+            self._kept.add(model, names)
 
     def begin(
         self,
@@ -106,6 +111,8 @@ class WhoseRows:
         if recorded:
             self.flags.look(model)
             self._several = batch is None or batch > 1
+            if self._kept is not None and self._kept.places:
+                self._kept.arrive(forward_pass.generation)
         if recorded and batch is not None and batch > 1:
             given = inputs, self.flags.state
             asks = self._follower.begin(given, batch, dim, lambda: can_follow(model, inputs))
@@ -138,6 +145,8 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
+        if self._kept is not None and self._kept.places:
+            self._kept.leave()
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
