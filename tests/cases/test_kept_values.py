@@ -109,9 +109,62 @@ def test_of_an_earlier_batch(use: Any, mode: str) -> None:
         with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
             step(made, *batch(seed))
     x, y = batch(5)
-    step(made, x[:1], y[:1])  # one sample is not followed
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[:rows], y[:rows])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [running_mean, new_buffer, state, queue])
+def test_of_a_batch_of_one_sample(use: Any, mode: str) -> None:
+    """Physical batches of one sample tell the next one nothing, either."""
+    made = private(Net(use).double(), mode)
+    x, y = batch(0)
+    step(made, x[:1], y[:1])
+    for place in range(1, B):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[place : place + 1], y[place : place + 1])
     with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
-        step(made, x[:3], y[:3])
+        step(made, x, y)
+
+
+def places_set(net: Any, x: Tensor) -> Tensor:
+    """What is written is the same for all samples, but not where."""
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean[largest] = 0.5
+    return out
+
+
+def places_added(net: Any, x: Tensor) -> Tensor:
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean.index_add_(0, largest, torch.ones(len(x)).double())
+    return out
+
+
+def places_scattered(net: Any, x: Tensor) -> Tensor:
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean.scatter_(0, largest, 0.5)
+    return out
+
+
+def places_masked(net: Any, x: Tensor) -> Tensor:
+    out = net.b(net.a(x) - net.mean)
+    net.mean[net.a(x).detach().mean(0) > 0] = 0.5
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [places_set, places_added, places_scattered, places_masked])
+def test_constants_in_places_that_samples_choose(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    made[0].isolation.on = False
+    step(made, *batch(0))
+    for seed in range(1, 3):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, *batch(seed))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])

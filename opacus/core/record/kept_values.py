@@ -4,12 +4,17 @@ Averages that a module updates in its forward pass, queues of earlier samples, s
 batch to batch: the gradients of later samples depend on them, and with them on the samples of this
 batch, which no clipping bounds. At the end of passes that are followed, what is kept is looked for
 in buffers, parameters (codebooks) and attributes; in later ones it is taken for what it is.
+
+Note [One sample]
+    Whose the rows of one sample are needs no trail, but what the model keeps of it does: else the
+    next sample would read it, as in physical batches of one. So a few of these passes are
+    followed for this alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +22,8 @@ from torch import Tensor, nn
 
 from opacus.core.platform.attributes import attributes_of
 from opacus.core.platform.trees import tensors_of
+from opacus.core.record.trail.answers import INTERVAL, LOOK_AGAIN
+from opacus.core.record.trail.followable import can_follow
 from opacus.core.record.trail.labels import Lost
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
@@ -28,6 +35,8 @@ class KeptValues:
     def __init__(self) -> None:
         self._known: set[str] = set()  # names of what holds them
         self._batch: weakref.ref[Any] | None = None  # in which they were found
+        self._passes = 0  # on one sample
+        self._trail: Trail | None = None  # of the running one of these
 
     def begin(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """A pass is followed: what is known to be kept is not of its samples.
@@ -39,7 +48,7 @@ class KeptValues:
         """
         if not self._known or (self._batch is not None and self._batch() is batch):
             return
-        for name, tensor in _held(model):
+        for name, tensor in held_tensors(model):
             if name in self._known and not _is_reset(tensor, trail):
                 reason = f"{name} holds what was computed from samples of an earlier batch, of "
                 reason += "which a later one may know nothing"
@@ -48,7 +57,38 @@ class KeptValues:
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        self._known |= {name for name, own in _held(model) if trail.state(own) is not None}
+        self.note(name for name, own in held_tensors(model) if trail.follows_from_data(own))
+
+    def note(self, names: Iterable[str]) -> None:
+        """Tensors of these names hold what was computed from samples."""
+        self._known.update(names)
+
+    def begin_alone(self, model: nn.Module, inputs: Any, batch: object, dim: int) -> None:
+        """A pass on one sample starts; see Note [One sample]."""
+        due = self._passes + 1 in (1, *LOOK_AGAIN) or (self._passes + 1) % INTERVAL == 0
+        if not due or not can_follow(model, inputs):
+            self._passes += 1
+            return
+        self._trail = Trail(tensors_of(inputs), 1, dim)
+        self.begin(model, self._trail, batch)
+        self._trail.__enter__()
+
+    def end_alone(self, model: nn.Module | None, output: Any, batch: object) -> None:
+        """It is over, with this output of the model; ``None`` if it failed.
+
+        Raises:
+            ValueError: The output is made of what the model keeps of earlier samples.
+        """
+        trail, self._trail = self._trail, None
+        if trail is None:
+            return
+        trail.__exit__(None, None, None)
+        if output is None or model is None or batch is None:
+            return
+        with trail.aside():
+            self.end(model, trail, batch)
+        trail.check_alone(tensors_of(output))
+        self._passes += 1  # after a refusal the next one is followed, too
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())
@@ -60,7 +100,7 @@ def _is_reset(tensor: Tensor, trail: Trail) -> bool:
         return not bool(tensor.any())
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in buffers, parameters and attributes, also in lists, tuples and dictionaries."""
     for path, module in model.named_modules():
         parts = {

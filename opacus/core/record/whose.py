@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,6 +96,8 @@ class WhoseRows:
         self._follows, self._hidden, self.asked, self.assumed = False, {}, False, False
         self._shared = None if recorded else self._shared
         self.course.expect(None)
+        if recorded and batch == 1 and self._kept is not None:
+            self._kept.begin_alone(model, inputs, forward_pass.generation, dim)
         asks = None
         if recorded:
             self.flags.look(model)
@@ -131,6 +133,9 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
+        if self._kept is not None:
+            batch = None if forward_pass is None else forward_pass.generation
+            self._kept.end_alone(model, output, batch)
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
@@ -138,6 +143,11 @@ class WhoseRows:
         self.indices.end()
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
         self.assumed |= self._follower.assumed
+
+    def note_kept(self, names: Iterable[str]) -> None:
+        """Tensors of these names were found to hold what was computed from samples."""
+        if self._kept is not None:
+            self._kept.note(names)
 
     def _note_kept(self, model: nn.Module, forward_pass: ForwardPass) -> None:
         trail = self._follower.trail
