@@ -203,12 +203,66 @@ def array(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def text(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h * float(net.state or "1"))
+    net.state = str(h.detach().abs().max().item())
+    return out
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-@pytest.mark.parametrize("use", [number, numbers, array])
+@pytest.mark.parametrize("use", [number, numbers, array, text])
 def test_in_what_is_no_tensor(use: Any, mode: str) -> None:
     made = private(Net(use).double(), mode)
     for seed in range(3):
         with pytest.raises(IsolationError, match=r"keeps of samples in .* a later batch"):
+            step(made, *batch(seed))
+
+
+def filled(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean.fill_(h.detach().mean().item())
+    return out
+
+
+def listed(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean = torch.tensor(h.detach().mean(0).tolist()).to(h)
+    return out
+
+
+def past_torch(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean.numpy()[:] = h.detach().numpy().mean(0)
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [filled, listed, past_torch])
+def test_in_a_tensor_whose_writing_is_not_followed(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    step(made, *batch(0))
+    for seed in range(1, 4):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, *batch(seed))
+
+
+def drawn(net: Any, x: Tensor) -> Tensor:
+    """Random numbers are of no sample."""
+    out = net.b(net.a(x) - net.mean)
+    net.mean.copy_(torch.rand(D))
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_random_numbers_may_be_kept(mode: str) -> None:
+    made = private(Net(drawn).double(), mode)
+    for seed in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             step(made, *batch(seed))
 
 

@@ -1,6 +1,9 @@
-"""What runs of a model leave in plain attributes: numbers, lists of them, NumPy's arrays.
+"""What runs of a model leave in it that no trail has seen them write.
 
-No trail follows these. A model that reads them in a later batch trains on samples of this one.
+Numbers in plain attributes, text, lists of them and NumPy's arrays are never followed: a model that
+reads them in a later batch trains on samples of this one. A tensor that is written to past torch's
+operations, or as a number says that the model has looked at, seems to be nobody's; where runs on
+two samples leave other values in it, it is theirs, and later passes are followed accordingly.
 """
 
 from __future__ import annotations
@@ -10,21 +13,27 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opacus.core.platform.attributes import MOST_ELEMENTS, attributes_of, is_array
+from opacus.core.record.kept_values import held_tensors
 
 # Entries of a container, with those in containers in it, and levels of these.
 MOST_ENTRIES, DEPTH = 4096, 3
+# Elements of a tensor that is copied.
+MOST_COPIED = 1 << 16
 KEPT = (
     "what the model keeps of samples in {} changes the gradients of samples of a later batch, "
     "first at {}. Compute it from each sample alone"
 )
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = (bool, int, float, complex, str)
 _CONTAINERS = (list, tuple, set, deque)
 
 # The attribute of a module; a copy of its value, and the numbers in it as text.
 Left = dict[tuple[nn.Module, str], tuple[Any, str]]
+# Copies of tensors, by the name of what holds them.
+LeftTensors = dict[str, list[Tensor]]
 
 
 def left_values(model: nn.Module) -> Left:
@@ -35,6 +44,30 @@ def left_values(model: nn.Module) -> Left:
         for name, value in attributes_of(part).items()
         if (numbers := _numbers(value, DEPTH))
     }
+
+
+def left_tensors(model: nn.Module) -> LeftTensors:
+    """Copies of the small tensors that a model holds besides its parameters."""
+    found: LeftTensors = {}
+    for name, tensor in held_tensors(model):
+        if not isinstance(tensor, nn.Parameter) and tensor.numel() <= MOST_COPIED:
+            found.setdefault(name, []).append(tensor.detach().clone())
+    return found
+
+
+def tensors_that_differ(some: Iterable[LeftTensors]) -> set[str]:
+    """The names of those that are not alike in all of these."""
+    first, *others = some
+    return {
+        name
+        for other in others
+        for name in first.keys() & other.keys()
+        if not _alike(first[name], other[name])
+    }
+
+
+def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def put_values(values: Left) -> None:
@@ -75,7 +108,7 @@ def _numbers(value: Any, depth: int) -> list[Any]:
     if isinstance(value, dict):
         keys, value = list(value), value.values()
     inner = [_numbers(entry, depth - 1) for entry in value]
-    if not all(inner) or not all(isinstance(key, (str, *_NUMBERS)) for key in keys):
+    if not all(inner) or not all(isinstance(key, _NUMBERS) for key in keys):
         return []
     found = [number for numbers in inner for number in numbers]
     return [*keys, *found] if found and len(found) <= MOST_ENTRIES else []

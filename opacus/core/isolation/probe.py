@@ -14,7 +14,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
+from opacus.core.isolation.left_values import (
+    Left,
+    LeftTensors,
+    kept,
+    left_tensors,
+    left_values,
+    put_values,
+    tensors_that_differ,
+    that_differ,
+)
 from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
@@ -134,6 +143,7 @@ class Probe:
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
+        self._tensors: dict[int, LeftTensors] = {}  # and this
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -190,6 +200,9 @@ class Probe:
 
     def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
         """Whether a unit is another after a run on one unit than after a run on another."""
+        if runs.counts and not numbers.drawn():
+            tensors = [self._tensors[place] for place in chosen]
+            self._recorder.whose.note_kept(tensors_that_differ(tensors))
         pair = that_differ([self._left[place] for place in chosen]) if runs.counts else []
         if not self._any_rank(bool(pair)):
             return []
@@ -299,9 +312,13 @@ class Probe:
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0])
             with recorder.paused(), torch.no_grad():
                 return as_lists(ledger.finish())
+
+    def _note_left(self, place: int) -> None:
+        self._left[place] = left_values(self._model)
+        self._tensors[place] = left_tensors(self._model)
 
     def _alone(self, runs: Runs, place: int, together: int) -> dict[str, float]:
         """Norms of one unit; of so many copies of it, if it can be run on no fewer rows."""
@@ -321,7 +338,7 @@ class Probe:
         with same_state(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
-            self._left[places[0]] = left_values(self._model)
+            self._note_left(places[0])
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
