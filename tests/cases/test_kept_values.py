@@ -266,25 +266,52 @@ def test_random_numbers_may_be_kept(mode: str) -> None:
             step(made, *batch(seed))
 
 
-def ranks(rank: int, world_size: int, mode: str) -> list[str]:
-    """Only the first rank's samples differ in what is kept of them."""
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [number, numbers, array, text])
+def test_of_one_sample_in_what_is_no_tensor(use: Any, mode: str) -> None:
+    """It is compared with what a made-up one would leave."""
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        x, y = batch(seed)
+        with pytest.raises(IsolationError, match=r"keeps of samples in .* a later batch"):
+            step(made, x[:1], y[:1])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [filled, listed, past_torch])
+def test_of_one_sample_in_a_tensor_whose_writing_is_not_followed(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        x, y = batch(seed)
+        if seed == 0:
+            step(made, x[:1], y[:1])
+            continue
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[:1], y[:1])
+
+
+def ranks(rank: int, world_size: int, mode: str, rows: list[int]) -> list[str]:
+    """Only the first rank's samples differ in what is kept of them, if there are several."""
     made = private(fully_shard(Net(number).double()), mode)
     x, y = batch(rank)
+    x, y = (x, y) if rank == 0 else (x[:1].expand(B, D), y)
     said = []
     for _ in range(2):
         try:
-            step(made, x if rank == 0 else x[:1].expand(B, D), y)
+            step(made, x[: rows[rank]], y[: rows[rank]])
         except IsolationError as error:
             said.append(str(error))
     return said
 
 
+@pytest.mark.parametrize("rows", [[4, 4], [1, 2], [1, 0], [1, 1]])
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
-def test_on_one_of_two_ranks(mode: str) -> None:
-    one, two = run_distributed(ranks, 2, mode)
+def test_on_one_of_two_ranks(mode: str, rows: list[int]) -> None:
+    one, two = run_distributed(ranks, 2, mode, rows)
     assert len(one) == len(two) == 2
     assert all("what the model keeps of samples in 'size'" in text for text in one)
-    assert all("another rank found" in text for text in two)
+    other = "another rank found" if rows[1] in (0, 4) else "'size'"  # beside a made-up sample
+    assert all(other in text for text in two)
 
 
 def written_numbers(net: Any, x: Tensor) -> Tensor:

@@ -104,6 +104,10 @@ class Runs(Protocol):
     def relies(self) -> bool:
         """Whether rows are taken to be those of the units that they were in training."""
 
+    @property
+    def stand_in(self) -> Runs | None:
+        """Runs on one unit that is made up, beside the only one of a batch, if that can be."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -200,10 +204,10 @@ class Probe:
 
     def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
         """Whether a unit is another after a run on one unit than after a run on another."""
+        lefts, tensors = self._all_left(runs, chosen)
         if runs.counts and not numbers.drawn():
-            tensors = [self._tensors[place] for place in chosen]
             self._recorder.whose.note_kept(tensors_that_differ(tensors))
-        pair = that_differ([self._left[place] for place in chosen]) if runs.counts else []
+        pair = that_differ(lefts) if runs.counts else []
         if not self._any_rank(bool(pair)):
             return []
 
@@ -220,6 +224,22 @@ class Probe:
         if not pair or not differing or self._differences(-1, one, again, tolerance):
             return []
         return [Difference(-1, kept(self._model, first, differing[0].where), math.nan, math.nan)]
+
+    def _all_left(
+        self, runs: Runs, chosen: Sequence[int]
+    ) -> tuple[list[Left], list[LeftTensors]]:
+        """What runs on these units have left; beside the only one of a batch, on another one."""
+        lefts = [self._left[place] for place in chosen]
+        tensors = [self._tensors[place] for place in chosen]
+        other = runs.stand_in
+        lone = runs.counts and runs.count == 1 and other is not None
+        if self._any_rank(lone) and other is not None:  # as many runs on each rank
+            self._left.clear()
+            self._attempt(other, partial(self._one, other, [0]))
+            if self._left:
+                lefts.append(self._left[0])
+                tensors.append(self._tensors[0])
+        return lefts, tensors
 
     def _beside_copies(
         self,

@@ -197,6 +197,10 @@ class WatchedRuns:
     def most(self) -> int:
         return self.made_up or self.rows.units
 
+    @property
+    def stand_in(self) -> WatchedRuns | None:
+        return WatchedRuns(self.model, self.watch, 1)
+
     def unit(self, place: int) -> int:
         return place if self.made_up else self.watch.chosen[place]
 
@@ -254,6 +258,7 @@ class LossRuns:
     """Runs a loss on units of a batch: a :class:`~opacus.core.isolation.probe.Runs`."""
 
     relies = False
+    stand_in = None
 
     def __init__(
         self,
