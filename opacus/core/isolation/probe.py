@@ -53,6 +53,12 @@ STATES = 0.01
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
 RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
+HIDDEN = (
+    "it gives the same samples other gradients when it runs again, though it draws no random "
+    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
+    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
+    "an object that is no module), which no clipping bounds: keep nothing"
+)
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -261,8 +267,9 @@ class Probe:
             numbers: Random ones.
 
         Raises:
-            IncomparableError: It is not, or differs from itself even in the same batch, or how
-                many numbers are drawn depends on values (RReLU's on a CPU), so that it gets others.
+            IncomparableError: It is not, or differs from itself even in the same batch, with random
+                numbers or without any, or how many numbers are drawn depends on values (RReLU's on
+                a CPU), so that it gets others.
         """
         if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
             raise IncomparableError(RANDOM)
@@ -279,6 +286,8 @@ class Probe:
 
         own = differences(every, range(len(every)))  # it has a generator of its own
         after = RandomNumbers(self._model)
+        if self._any_rank(bool(own) and not numbers.drawn()):
+            raise IncomparableError(HIDDEN)
         beside = differences([place] * len(every), [place])
         comparable = not self._any_rank(bool(own) or after.drawn())
         if not comparable or not self._any_rank(bool(beside)):
