@@ -81,9 +81,62 @@ def test_of_an_earlier_batch(use: Any, mode: str) -> None:
         with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
             step(made, *batch(seed))
     x, y = batch(5)
-    step(made, x[:1], y[:1])  # one sample is not followed
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[:rows], y[:rows])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [running_mean, new_buffer, state, queue])
+def test_of_a_batch_of_one_sample(use: Any, mode: str) -> None:
+    """Physical batches of one sample tell the next one nothing, either."""
+    made = private(Net(use).double(), mode)
+    x, y = batch(0)
+    step(made, x[:1], y[:1])
+    for place in range(1, B):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[place : place + 1], y[place : place + 1])
     with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
-        step(made, x[:3], y[:3])
+        step(made, x, y)
+
+
+def places_set(net: Any, x: Tensor) -> Tensor:
+    """What is written is the same for all samples, but not where."""
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean[largest] = 0.5
+    return out
+
+
+def places_added(net: Any, x: Tensor) -> Tensor:
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean.index_add_(0, largest, torch.ones(len(x)).double())
+    return out
+
+
+def places_scattered(net: Any, x: Tensor) -> Tensor:
+    largest = net.a(x).detach().argmax(-1)
+    out = net.b(net.a(x) - net.mean)
+    net.mean.scatter_(0, largest, 0.5)
+    return out
+
+
+def places_masked(net: Any, x: Tensor) -> Tensor:
+    out = net.b(net.a(x) - net.mean)
+    net.mean[net.a(x).detach().mean(0) > 0] = 0.5
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [places_set, places_added, places_scattered, places_masked])
+def test_constants_in_places_that_samples_choose(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    made[0].isolation.on = False
+    step(made, *batch(0))
+    for seed in range(1, 3):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, *batch(seed))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
@@ -114,8 +167,15 @@ def array(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def text(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h * float(net.state or "1"))
+    net.state = str(h.detach().abs().max().item())
+    return out
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-@pytest.mark.parametrize("use", [number, numbers, array])
+@pytest.mark.parametrize("use", [number, numbers, array, text])
 def test_in_what_is_no_tensor(use: Any, mode: str) -> None:
     made = private(Net(use).double(), mode)
     for seed in range(3):
@@ -123,25 +183,99 @@ def test_in_what_is_no_tensor(use: Any, mode: str) -> None:
             step(made, *batch(seed))
 
 
-def ranks(rank: int, world_size: int, mode: str) -> list[str]:
-    """Only the first rank's samples differ in what is kept of them."""
+def filled(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean.fill_(h.detach().mean().item())
+    return out
+
+
+def listed(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean = torch.tensor(h.detach().mean(0).tolist()).to(h)
+    return out
+
+
+def past_torch(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    out = net.b(h - net.mean)
+    net.mean.numpy()[:] = h.detach().numpy().mean(0)
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [filled, listed, past_torch])
+def test_in_a_tensor_whose_writing_is_not_followed(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    step(made, *batch(0))
+    for seed in range(1, 4):
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, *batch(seed))
+
+
+def drawn(net: Any, x: Tensor) -> Tensor:
+    """Random numbers are of no sample."""
+    out = net.b(net.a(x) - net.mean)
+    net.mean.copy_(torch.rand(D))
+    return out
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+def test_random_numbers_may_be_kept(mode: str) -> None:
+    made = private(Net(drawn).double(), mode)
+    for seed in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(made, *batch(seed))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [number, numbers, array, text])
+def test_of_one_sample_in_what_is_no_tensor(use: Any, mode: str) -> None:
+    """It is compared with what a made-up one would leave."""
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        x, y = batch(seed)
+        with pytest.raises(IsolationError, match=r"keeps of samples in .* a later batch"):
+            step(made, x[:1], y[:1])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("use", [filled, listed, past_torch])
+def test_of_one_sample_in_a_tensor_whose_writing_is_not_followed(use: Any, mode: str) -> None:
+    made = private(Net(use).double(), mode)
+    for seed in range(3):
+        x, y = batch(seed)
+        if seed == 0:
+            step(made, x[:1], y[:1])
+            continue
+        with pytest.raises(ValueError, match="holds what was computed from samples of an earlier"):
+            step(made, x[:1], y[:1])
+
+
+def ranks(rank: int, world_size: int, mode: str, rows: list[int]) -> list[str]:
+    """Only the first rank's samples differ in what is kept of them, if there are several."""
     made = private(fully_shard(Net(number).double()), mode)
     x, y = batch(rank)
+    x, y = (x, y) if rank == 0 else (x[:1].expand(B, D), y)
     said = []
     for _ in range(2):
         try:
-            step(made, x if rank == 0 else x[:1].expand(B, D), y)
+            step(made, x[: rows[rank]], y[: rows[rank]])
         except IsolationError as error:
             said.append(str(error))
     return said
 
 
+@pytest.mark.parametrize("rows", [[4, 4], [1, 2], [1, 0], [1, 1]])
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_fsdp_bk"])
-def test_on_one_of_two_ranks(mode: str) -> None:
-    one, two = run_distributed(ranks, 2, mode)
+def test_on_one_of_two_ranks(mode: str, rows: list[int]) -> None:
+    one, two = run_distributed(ranks, 2, mode, rows)
     assert len(one) == len(two) == 2
     assert all("what the model keeps of samples in 'size'" in text for text in one)
-    assert all("another rank found" in text for text in two)
+    other = "another rank found" if rows[1] in (0, 4) else "'size'"  # beside a made-up sample
+    assert all(other in text for text in two)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])

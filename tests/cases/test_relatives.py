@@ -103,9 +103,15 @@ def last_tokens(net: Any, x: Tensor) -> Tensor:
     return net.a(x).tanh()[torch.arange(len(x)), length]
 
 
+def one_hot(net: Any, x: Tensor) -> Tensor:
+    """Codes of the samples, though they are made of constants."""
+    return net.a(F.one_hot(x.detach().abs().argmax(-1), D).to(x).tanh())
+
+
 ORDINARY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "scan": (lambda: Net(lambda net, x: net.scan(net.a(x)), scan=Scan()), (T, D)),
     "learned queries": (lambda: Net(lambda net, x: net.q(net.a(x)), q=Queries()), (T, D)),
+    "one-hot codes": (lambda: Net(one_hot), (D,)),
     "codes": (lambda: Net(codes, code=nn.Embedding(7, D)), (D,)),
     "a layer used twice": (lambda: Net(lambda net, x: net.a(net.a(x).tanh()).tanh()), (D,)),
     "last tokens": (lambda: Net(last_tokens), (T, D)),

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation.incomparable import RUN_ERRORS, IncomparableError, cannot, is_theirs
-from opacus.core.isolation.left_values import (
-    Left,
-    changed_tensors,
+from opacus.core.isolation.left_tensors import (
+    LeftTensors,
+    Versions,
     depend_on_samples,
-    held_tensors,
-    kept,
-    left_values,
-    put_values,
-    that_differ,
+    left_tensors,
+    versions,
 )
+from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
 from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
@@ -50,6 +48,12 @@ STATES = 0.01
 
 CHOSEN = 3  # units that are run alone
 RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
+HIDDEN = (
+    "it gives the same samples other gradients when it runs again, though it draws no random "
+    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
+    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
+    "an object that is no module), which no clipping bounds: keep nothing"
+)
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -92,6 +96,10 @@ class Runs(Protocol):
     def changed(self) -> Changed | None:
         """What the pass was the first to change, as it was before."""
 
+    @property
+    def stand_in(self) -> Runs | None:
+        """Runs on one unit that is made up, beside the only one of a batch, if that can be."""
+
     def start(self, places: Sequence[int]) -> Start:
         """Run the model on these units; the sum over them of what each unit trains on."""
 
@@ -118,8 +126,7 @@ class Probe:
     Attributes:
         finite: Whether all that the latest run had to compare could be: no unit shows anything
             where numbers are too large for half precision, or one that the model keeps is NaN.
-        kept: Names of tensors of the model that the latest run found to depend on samples, where
-            its pass was the first to change something.
+        kept: Names of tensors of the model that the latest run found to depend on samples.
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class Probe:
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
         self._left: dict[int, Left] = {}  # what runs on each unit alone have left
-        self._changed: dict[int, Any] = {}  # which tensors, and what of these tells values apart
+        self._tensors: dict[int, LeftTensors] = {}  # and this
         self.finite, self.kept = True, set[str]()
         self._spares = False
 
@@ -190,8 +197,6 @@ class Probe:
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
         alone = [self._alone(runs, place, len(every)) for place in chosen]
-        if runs.changed is not None and runs.counts:
-            self.kept = depend_on_samples([self._changed.get(place, {}) for place in chosen])
         tolerance = _tolerance(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
@@ -209,7 +214,10 @@ class Probe:
 
     def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
         """Whether a unit is another after a run on one unit than after a run on another."""
-        pair = that_differ([self._left[place] for place in chosen]) if runs.counts else []
+        lefts, tensors = self._all_left(runs, chosen)
+        if runs.counts and not numbers.drawn():
+            self.kept = depend_on_samples(tensors)
+        pair = that_differ(lefts) if runs.counts else []
         if not self._any_rank(bool(pair)):
             return []
 
@@ -226,6 +234,20 @@ class Probe:
         if not pair or not differing or self._differences(-1, one, again, tolerance):
             return []
         return [Difference(-1, kept(self._model, first, differing[0].where), math.nan, math.nan)]
+
+    def _all_left(self, runs: Runs, chosen: Sequence[int]) -> tuple[list[Left], list[LeftTensors]]:
+        """What runs on these units have left; beside the only one of a batch, on another one."""
+        lefts = [self._left[place] for place in chosen]
+        tensors = [self._tensors[place] for place in chosen]
+        other = runs.stand_in
+        lone = runs.counts and runs.count == 1 and other is not None
+        if self._any_rank(lone) and other is not None:  # as many runs on each rank
+            self._left.clear()
+            self._attempt(other, partial(self._one, other, [0]))
+            if self._left:
+                lefts.append(self._left[0])
+                tensors.append(self._tensors[0])
+        return lefts, tensors
 
     def _beside_copies(
         self,
@@ -247,8 +269,9 @@ class Probe:
             numbers: Random ones.
 
         Raises:
-            IncomparableError: It is not, or differs from itself even in the same batch, or how
-                many numbers are drawn depends on values (RReLU's on a CPU), so that it gets others.
+            IncomparableError: It is not, or differs from itself even in the same batch, with random
+                numbers or without any, or how many numbers are drawn depends on values (RReLU's on
+                a CPU), so that it gets others.
         """
         if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
             raise IncomparableError(RANDOM)
@@ -265,6 +288,8 @@ class Probe:
 
         own = differences(every, range(len(every)))  # it has a generator of its own
         after = RandomNumbers(self._model)
+        if self._any_rank(bool(own) and not numbers.drawn()):
+            raise IncomparableError(HIDDEN)
         beside = differences([place] * len(every), [place])
         comparable = not self._any_rank(bool(own) or after.drawn())
         if not comparable or not self._any_rank(bool(beside)):
@@ -313,7 +338,7 @@ class Probe:
 
         with same_state(self._model), aside(recorder, sink, relies=runs.relies):
             recorder.passes.name_units(runs.named(places))
-            before = held_tensors(self._model) if runs.changed is not None else {}
+            before = versions(self._model)
             tensors, grads = runs.start(places)
             self._order = recorder.passes.uses
             with recorder.backward():
@@ -340,7 +365,7 @@ class Probe:
             return column(self._tapped(runs, places), 0)
         self._model.zero_grad(set_to_none=True)  # of what is used outside its layer
         with same_state(self._model), self._recorder.paused():
-            before = held_tensors(self._model) if runs.changed is not None else {}
+            before = versions(self._model)
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
             self._note_left(places[0], before)
@@ -356,10 +381,9 @@ class Probe:
                 squares[name] = square(grad) / len(places) ** 2
         return dict(zip(squares, floats(list(squares.values())), strict=True))
 
-    def _note_left(self, place: int, before: Any) -> None:
+    def _note_left(self, place: int, before: Versions) -> None:
         self._left[place] = left_values(self._model)
-        if before:
-            self._changed[place] = changed_tensors(self._model, before)
+        self._tensors[place] = left_tensors(self._model, before)
 
     # --- comparing ---
 

@@ -50,6 +50,10 @@ class TokenRuns(WatchedRuns):
     def most(self) -> int:
         return self.count
 
+    @property
+    def stand_in(self) -> None:
+        return None
+
     def unit(self, place: int) -> int:
         return self._known[place] % self._width
 

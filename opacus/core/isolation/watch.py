@@ -206,6 +206,10 @@ class WatchedRuns:
     def most(self) -> int:
         return self.made_up or self.rows.units
 
+    @property
+    def stand_in(self) -> WatchedRuns | None:
+        return WatchedRuns(self.model, self.watch, 1)
+
     def unit(self, place: int) -> int:
         return place if self.made_up else self.watch.chosen[place]
 
@@ -264,6 +268,7 @@ class LossRuns:
 
     relies = False
     changed = None
+    stand_in = None
 
     def __init__(
         self,

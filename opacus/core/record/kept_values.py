@@ -6,6 +6,11 @@ batch, which no clipping bounds. At the end of passes that are followed, what is
 in buffers, parameters (codebooks) and attributes; in later ones it is taken for what it is. So it
 is in runs of the isolation check, which a pass that took another course gets at once: a queue that
 is read for the first time makes one.
+
+Note [One sample]
+    Whose the rows of one sample are needs no trail, but what the model keeps of it does: else the
+    next sample would read it, as in physical batches of one. So a few of these passes are
+    followed for this alone.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from torch import Tensor, nn
 
 from opacus.core.platform.attributes import attributes_of
 from opacus.core.platform.trees import tensors_of
+from opacus.core.record.trail.answers import INTERVAL, LOOK_AGAIN
+from opacus.core.record.trail.followable import can_follow
 from opacus.core.record.trail.labels import Lost
 from opacus.core.record.trail.mode import Trail
 from opacus.core.record.trail.op import is_plain
@@ -43,6 +50,8 @@ class KeptValues:
         self._left: dict[str, Versions] = {}
         self._ran: weakref.ref[Any] | None = None  # the batch that has left them
         self.carried: set[str] = set()
+        self._passes = 0  # on one sample
+        self._trail: Trail | None = None  # of the running one of these
 
     def arrive(self, batch: object) -> None:
         """A pass begins, followed or not."""
@@ -94,12 +103,39 @@ class KeptValues:
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        self._note(model, {name for name, own in held(model) if trail.state(own) is not None})
+        self._note(model, {n for n, own in held(model) if trail.follows_from_data(own)})
 
     def _note(self, model: nn.Module, names: set[str]) -> None:
         if not names <= self._known:
             self._known |= names
             self.places = [place for place in _places(model) if place[0] in self._known]
+
+    def begin_alone(self, model: nn.Module, inputs: Any, batch: object, dim: int) -> None:
+        """A pass on one sample starts; see Note [One sample]."""
+        due = self._passes + 1 in (1, *LOOK_AGAIN) or (self._passes + 1) % INTERVAL == 0
+        if not due or not can_follow(model, inputs):
+            self._passes += 1
+            return
+        self._trail = Trail(tensors_of(inputs), 1, dim)
+        self.begin(model, self._trail, batch)
+        self._trail.__enter__()
+
+    def end_alone(self, model: nn.Module | None, output: Any, batch: object) -> None:
+        """It is over, with this output of the model; ``None`` if it failed.
+
+        Raises:
+            ValueError: The output is made of what the model keeps of earlier samples.
+        """
+        trail, self._trail = self._trail, None
+        if trail is None:
+            return
+        trail.__exit__(None, None, None)
+        if output is None or model is None or batch is None:
+            return
+        with trail.aside():
+            self.end(model, trail, batch)
+        trail.check_alone(tensors_of(output))
+        self._passes += 1  # after a refusal the next one is followed, too
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(KeptValues())

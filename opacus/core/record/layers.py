@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from opacus.core.platform.held import HeldModule
 from opacus.core.record.readers import borrowed, held_for, read_once, runs
 from opacus.core.rules import RULES, LayerRule, rule_for
 from opacus.core.rules.by_unit import READ, UNIT_GRADIENTS, given
+from opacus.core.rules.embedding import refuse_renormalised
 from opacus.core.rules.generic import GenericRule
 from opacus.core.rules.spec import LayerSpec, make_spec
 
@@ -130,6 +132,8 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
     readers = {id(m._modules[n]): m for m in model.modules() for n in read_once(m)}
     layers = []
     for name, module in model.named_modules():
+        with _by_name(name, module):
+            refuse_renormalised(module)
         if id(module) in parts and module is not model:
             continue
         others = {n: p for n, p in borrowed(module).items() if p.requires_grad}
@@ -139,10 +143,8 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         # Known rules see their own parameters alone.
         reader = readers.get(id(module))
         rule = GenericRule(module) if others else READ if reader is not None else choose(module)
-        try:
+        with _by_name(name, module):
             spec = make_spec(name, module, rule.options(module), others)
-        except ValueError as error:
-            raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
         owners = {p: owner[id(others.get(p, module._parameters.get(p)))] for p in spec.params}
         written = (
             RULES.get(spec.kind, rule) if reader is None else rule
@@ -157,6 +159,15 @@ def layers_of(model: nn.Module, choose: Callable[[nn.Module], LayerRule] = rule_
         layers.append(layer)
     _mark_shared(layers)
     return layers
+
+
+@contextmanager
+def _by_name(name: str, module: nn.Module) -> Iterator[None]:
+    """What is wrong with a layer is said with its name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer '{name}' ({type(module).__name__}): {error}") from None
 
 
 def _own_batch_first(module: nn.Module, spec: LayerSpec) -> bool | None:

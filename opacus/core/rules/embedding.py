@@ -177,12 +177,20 @@ def _per_sample(
     return grad.view(batch, table, d)
 
 
-def _refuse(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    if module.max_norm is not None:
+def refuse_renormalised(module: nn.Module) -> None:
+    """Refuse a table that its own forward pass changes, frozen or not, whichever rule it gets.
+
+    Raises:
+        ValueError: It has ``max_norm``.
+    """
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         raise ValueError(
             "max_norm changes the table in the forward pass, depending on the data, without "
             "protection; build the layer without it"
         )
+
+
+def _refuse(module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.scale_grad_by_freq:
         raise ValueError(
             "scale_grad_by_freq makes a sample's gradient depend on the other samples; build the "

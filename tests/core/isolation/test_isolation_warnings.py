@@ -43,9 +43,27 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_draws_random_numbers(mode: str, generator: torch.Generator | None) -> None:
     parts = private(Noisy(generator), mode)
-    with pytest.warns(UserWarning, match="random numbers of its own"):
+    said = "random numbers of its own" if generator is None else "a generator of its own"
+    with pytest.warns(UserWarning, match=said):
         step(parts, vectors())
     step(parts, vectors())  # once
+
+
+SIZES = [1.0]
+
+
+def of_all_before(x: Tensor) -> Tensor:
+    out = x.tanh() * SIZES[0]
+    SIZES[0] = 0.5 * SIZES[0] + float(x.detach().abs().mean())
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_keeps_something_where_nothing_finds_it(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model.register_forward_pre_hook(lambda module, args: (of_all_before(args[0]),))
+    with pytest.warns(UserWarning, match="keeps something of samples where nothing finds it"):
+        step(private(model, mode), vectors())
 
 
 def unknown(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opacus.core.record.layers import layers_of
 from opacus.core.rules import rule_for
+from opacus.core.rules.generic import GenericRule
 from tests.core.rules.cases import norm_sq, observe, spec_of
 from tests.core.rules.dispatched import Dispatched
 from tests.helpers.oracle import relative_error, weighted_sum
@@ -60,6 +61,14 @@ def test_settings_that_mix_samples_are_refused(kind: Any, setting: dict[str, Any
     mode = {"mode": "sum"} if kind is nn.EmbeddingBag else {}
     with pytest.raises(ValueError, match=rf"net\.table.*{kind.__name__}.*{next(iter(setting))}"):
         layers_of(model_of("table", kind(4, 3, **setting, **mode)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tables_that_change_in_the_forward_pass_are_refused_in_all_modes(frozen: bool) -> None:
+    """Also where the generic rule would do, and where nobody trains the table."""
+    model = model_of("table", nn.Embedding(4, 3, max_norm=1.0).requires_grad_(not frozen))
+    with pytest.raises(ValueError, match=r"net\.table.*Embedding.*max_norm"):
+        layers_of(model, GenericRule)
 
 
 def test_bags_by_maximum_are_refused() -> None:

@@ -265,11 +265,24 @@ class Trail(SharedTensors, TorchDispatchMode):
             rows = output.requires_grad and self.count in output.shape[:2]
             self.moved |= rows and isinstance(state, Labels) and state.moved
             self.assumed |= isinstance(state, Lost)
-            if rows and isinstance(state, Lost) and state.mixed:
-                raise ValueError(
-                    f"an output of the model, {tuple(output.shape)}, is of no single sample: "
-                    f"{state.reason}. A loss of it has no part that belongs to one sample"
-                )
+            if rows:
+                _check_single(output, state)
+
+    def check_alone(self, outputs: Sequence[Tensor]) -> None:
+        """Check a forward pass on one sample, whose outputs may have any shape.
+
+        Raises:
+            ValueError: One is made of what is not the sample's.
+        """
+        for output in outputs:
+            if output.requires_grad:
+                _check_single(output, self.state(output))
+
+    def follows_from_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from the batch, be it by which of its places were set."""
+        if self.state(tensor) is not None:
+            return True
+        return is_plain(tensor) and self._memory.source(tensor) == DATA
 
     # --- operations ---
 
@@ -400,6 +413,14 @@ class Trail(SharedTensors, TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if is_plain(tensor):
                     self._memory.put(tensor, Lost(f"the operation {name} is not followed"), DATA)
+
+
+def _check_single(output: Tensor, state: State) -> None:
+    if isinstance(state, Lost) and state.mixed:
+        raise ValueError(
+            f"an output of the model, {tuple(output.shape)}, is of no single sample: "
+            f"{state.reason}. A loss of it has no part that belongs to one sample"
+        )
 
 
 def _fitting(tensor: Tensor, state: State, name: str) -> State:
