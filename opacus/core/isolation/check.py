@@ -53,8 +53,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.core.isolation import messages
+from opacus.core.isolation.errors import IncomparableError
 from opacus.core.isolation.losses import Criterion, coupled_loss
-from opacus.core.isolation.probe import Difference, IncomparableError, Probe
+from opacus.core.isolation.probe import Difference, Probe
 from opacus.core.isolation.token_runs import TokenRuns, why_not
 from opacus.core.isolation.unit_slices import UnitRows, number_of_units, structure
 from opacus.core.isolation.watch import LossRuns, Watch, WatchedRuns

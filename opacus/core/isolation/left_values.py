@@ -31,12 +31,33 @@ _NUMBERS = (bool, int, float, complex, str)
 _CONTAINERS = (list, tuple, set, deque)
 
 # The attribute of a module; a copy of its value, and the numbers in it as text.
-Left = dict[tuple[nn.Module, str], tuple[Any, str]]
+LeftValues = dict[tuple[nn.Module, str], tuple[Any, str]]
 # Copies of tensors, by the name of what holds them.
 LeftTensors = dict[str, list[Tensor]]
 
 
-def left_values(model: nn.Module) -> Left:
+HIDDEN = (
+    "it gives the same samples other gradients when it runs again, though it draws no random "
+    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
+    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
+    "an object that is no module), which no clipping bounds: keep nothing"
+)
+
+
+class Remains:
+    """What a run of a model has left in it.
+
+    Attributes:
+        values: In attributes, of all sorts but tensors.
+        tensors: That it holds besides its parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = left_values(model)
+        self.tensors = left_tensors(model)
+
+
+def left_values(model: nn.Module) -> LeftValues:
     """Copies of all attributes of a model and its parts that hold numbers alone."""
     return {
         (part, name): (copy.deepcopy(value), repr(numbers))
@@ -70,13 +91,13 @@ def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-def put_values(values: Left) -> None:
+def put_values(values: LeftValues) -> None:
     """Let the modules have these."""
     for (part, name), (value, _) in values.items():
         vars(part)[name] = copy.deepcopy(value)
 
 
-def that_differ(some: Iterable[Left]) -> list[Left]:
+def that_differ(some: Iterable[LeftValues]) -> list[LeftValues]:
     """Two of these that are not alike, in what differs between them; else nothing."""
     first, *others = some
     for other in others:
@@ -86,7 +107,7 @@ def that_differ(some: Iterable[Left]) -> list[Left]:
     return []
 
 
-def kept(model: nn.Module, values: Left, where: str) -> str:
+def kept(model: nn.Module, values: LeftValues, where: str) -> str:
     """What is wrong with a model that reads such values in a later batch, in this layer."""
     paths = {module: path for path, module in model.named_modules()}
     names = sorted(f"{paths.get(part, '')}.{name}".strip(".") for part, name in values)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.errors import RUN_ERRORS, IncomparableError, cannot, is_theirs
 from opacus.core.isolation.left_values import (
-    Left,
-    LeftTensors,
+    HIDDEN,
+    LeftValues,
+    Remains,
     kept,
-    left_tensors,
-    left_values,
     put_values,
     tensors_that_differ,
     that_differ,
@@ -41,7 +39,6 @@ from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # How far norms may differ: relative to the larger one. A tenth of it, relative to the norm of
 # the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -49,16 +46,8 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Of these, where runs differ in nothing but what the model kept.
 STATES = 0.01
 
-# Errors of a model that does not run on so few samples.
-RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 CHOSEN = 3  # units that are run alone
 RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
-HIDDEN = (
-    "it gives the same samples other gradients when it runs again, though it draws no random "
-    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
-    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
-    "an object that is no module), which no clipping bounds: keep nothing"
-)
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -66,19 +55,6 @@ _FULL_ELSEWHERE = (
 V = TypeVar("V")
 # What a backward pass starts from: tensors and their gradients.
 Start = tuple[list[Tensor], list[Tensor]]
-
-
-class IncomparableError(Exception):
-    """Units cannot be compared; says why.
-
-    Args:
-        reason: Why.
-        compared: Whether a unit among others and beside copies of itself is the same.
-    """
-
-    def __init__(self, reason: str, *, compared: bool = False) -> None:
-        super().__init__(reason)
-        self.compared = compared
 
 
 @dataclass(frozen=True)
@@ -152,8 +128,7 @@ class Probe:
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
-        self._left: dict[int, Left] = {}  # what runs on each unit alone have left
-        self._tensors: dict[int, LeftTensors] = {}  # and this
+        self._left: dict[int, Remains] = {}  # what runs on each unit alone have left
 
     def run(self, runs: Runs, dtypes: Collection[torch.dtype] = ()) -> list[Difference]:
         """The units that are another alone, none if all is well.
@@ -179,16 +154,16 @@ class Probe:
         numbers = RandomNumbers(self._model)
         every: Sequence[int] = range(runs.count)
         together = self._attempt(runs, partial(self._tapped, runs, every))
-        smaller = _is_theirs(together) and runs.most > runs.count
+        smaller = is_theirs(together) and runs.most > runs.count
         if self._any_rank(smaller):  # it may take batches of one size only
             numbers.again()
             every = [place % runs.count for place in range(max(runs.count, runs.most))]
             together = self._attempt(runs, partial(self._tapped, runs, every))
         if isinstance(together, Exception):
-            refused = not (isinstance(together, IncomparableError) or _is_theirs(together))
+            refused = not (isinstance(together, IncomparableError) or is_theirs(together))
             if self._any_rank(refused):
                 return [Difference(-1, str(together), math.nan, math.nan)] if refused else []
-            raise IncomparableError(_cannot(together, f"{runs.count} samples")) from together
+            raise IncomparableError(cannot(together, f"{runs.count} samples")) from together
         chosen = _telling(together, runs.count)
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
@@ -210,14 +185,14 @@ class Probe:
 
     def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
         """Whether a unit is another after a run on one unit than after a run on another."""
-        lefts, tensors = self._all_left(runs, chosen)
+        left = self._all_left(runs, chosen)
         if runs.counts and not numbers.drawn():
-            self._recorder.whose.note_kept(tensors_that_differ(tensors))
-        pair = that_differ(lefts) if runs.counts else []
+            self._recorder.whose.note_kept(tensors_that_differ([one.tensors for one in left]))
+        pair = that_differ([one.values for one in left]) if runs.counts else []
         if not self._any_rank(bool(pair)):
             return []
 
-        def after(left: Left) -> dict[str, float]:
+        def after(left: LeftValues) -> dict[str, float]:
             numbers.again()
             with same_state(self._model):
                 put_values(left)
@@ -231,21 +206,16 @@ class Probe:
             return []
         return [Difference(-1, kept(self._model, first, differing[0].where), math.nan, math.nan)]
 
-    def _all_left(
-        self, runs: Runs, chosen: Sequence[int]
-    ) -> tuple[list[Left], list[LeftTensors]]:
+    def _all_left(self, runs: Runs, chosen: Sequence[int]) -> list[Remains]:
         """What runs on these units have left; beside the only one of a batch, on another one."""
-        lefts = [self._left[place] for place in chosen]
-        tensors = [self._tensors[place] for place in chosen]
+        left = [self._left[place] for place in chosen]
         other = runs.stand_in
         lone = runs.counts and runs.count == 1 and other is not None
         if self._any_rank(lone) and other is not None:  # as many runs on each rank
             self._left.clear()
             self._attempt(other, partial(self._one, other, [0]))
-            if self._left:
-                lefts.append(self._left[0])
-                tensors.append(self._tensors[0])
-        return lefts, tensors
+            left += self._left.values()
+        return left
 
     def _beside_copies(
         self,
@@ -341,13 +311,9 @@ class Probe:
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
-            self._note_left(places[0])
+            self._left[places[0]] = Remains(self._model)
             with recorder.paused(), torch.no_grad():
                 return as_lists(ledger.finish())
-
-    def _note_left(self, place: int) -> None:
-        self._left[place] = left_values(self._model)
-        self._tensors[place] = left_tensors(self._model)
 
     def _alone(self, runs: Runs, place: int, together: int) -> dict[str, float]:
         """Norms of one unit; of so many copies of it, if it can be run on no fewer rows."""
@@ -357,7 +323,7 @@ class Probe:
             one = self._attempt(runs, partial(self._one, runs, places))
             if not isinstance(one, Exception):
                 return one
-            reason = reason or _cannot(one, "one sample")
+            reason = reason or cannot(one, "one sample")
         raise IncomparableError(reason)
 
     def _one(self, runs: Runs, places: list[int]) -> dict[str, float]:
@@ -367,7 +333,7 @@ class Probe:
         with same_state(self._model), self._recorder.paused():
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
-            self._note_left(places[0])
+            self._left[places[0]] = Remains(self._model)
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
@@ -436,28 +402,3 @@ def _telling(norms: Norms, count: int) -> list[int]:
 
 def _described(layer: Layer) -> str:
     return f"layer '{layer.spec.name}' ({layer.spec.kind.__name__})"
-
-
-def _cannot(error: Exception, what: str) -> str:
-    """Why the model, which an error stopped in a run on ``what``, is not compared."""
-    if isinstance(error, IncomparableError):
-        return str(error)
-    return f"it cannot be run on {what}: {_brief(error)}"
-
-
-def _brief(error: BaseException) -> str:
-    """An error in one line: torch explains some at length."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _is_theirs(found: Any) -> bool:
-    """Whether a model stopped a run, or torch in it."""
-    refused = isinstance(found, IncomparableError)
-    return isinstance(found, Exception) and not refused and not _is_ours(found)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether the package raised this itself, rather than torch or the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(PACKAGE)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.errors import IncomparableError
 from opacus.core.isolation.losses import batch_mean
-from opacus.core.isolation.probe import IncomparableError, Start
+from opacus.core.isolation.probe import Start
 from opacus.core.isolation.unit_slices import UnitRows, fitted
 from opacus.core.platform.attributes import Attributes
 from opacus.core.platform.memory import free_memory

@@ -133,14 +133,14 @@ class WhoseRows:
         """It has ended, with this output of the model; ``None`` if it failed."""
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
-        if self._kept is not None:
-            batch = None if forward_pass is None else forward_pass.generation
-            self._kept.end_alone(model, output, batch)
         self._follows = False
         self.asked = bool(self._hidden) or self._shared is not None
         if forward_pass is not None:
             forward_pass.hidden = self._hidden
         self.indices.end()
+        if self._kept is not None and self._kept.trail is not None:
+            batch = None if forward_pass is None else forward_pass.generation
+            self._kept.end_alone(model, output, batch)
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
         self.assumed |= self._follower.assumed
 
