@@ -96,6 +96,8 @@ class WhoseRows:
         self._follows, self._hidden, self.asked, self.assumed = False, {}, False, False
         self._shared = None if recorded else self._shared
         self.course.expect(None)
+        if self._kept is not None and self._kept.trail is not None:
+            self._kept.end_alone(None, None, None)  # of a pass that was interrupted
         if recorded and batch == 1 and self._kept is not None:
             self._kept.begin_alone(model, inputs, forward_pass.generation, dim)
         asks = None
@@ -131,6 +133,9 @@ class WhoseRows:
         model: nn.Module | None = None,
     ) -> None:
         """It has ended, with this output of the model; ``None`` if it failed."""
+        if self._kept is not None and self._kept.trail is not None:
+            batch = None if forward_pass is None else forward_pass.generation
+            self._kept.end_alone(model, output, batch)
         if self._follows and model is not None and forward_pass is not None:
             self._note_kept(model, forward_pass)
         self._follows = False
@@ -138,9 +143,6 @@ class WhoseRows:
         if forward_pass is not None:
             forward_pass.hidden = self._hidden
         self.indices.end()
-        if self._kept is not None and self._kept.trail is not None:
-            batch = None if forward_pass is None else forward_pass.generation
-            self._kept.end_alone(model, output, batch)
         self._follower.end(output, frozenset() if forward_pass is None else forward_pass.kinds)
         self.assumed |= self._follower.assumed
 
