@@ -128,8 +128,16 @@ def places_masked(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def filled_by_a_tensor(net: Any, x: Tensor) -> Tensor:
+    out = net.b(net.a(x) - net.mean)
+    net.mean.fill_(net.a(x).detach().mean())
+    return out
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-@pytest.mark.parametrize("use", [places_set, places_added, places_scattered, places_masked])
+@pytest.mark.parametrize(
+    "use", [places_set, places_added, places_scattered, places_masked, filled_by_a_tensor]
+)
 def test_constants_in_places_that_samples_choose(use: Any, mode: str) -> None:
     made = private(Net(use).double(), mode)
     made[0].isolation.on = False
@@ -363,6 +371,13 @@ def on_first_call(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x) * net.state)
 
 
+def of_a_type(net: Any, x: Tensor) -> Tensor:
+    """It has the type and the shape of samples, and no values of theirs."""
+    if net.state is None:
+        net.state = x.new_ones(D).cumsum(0) / D + torch.ones_like(x[0])
+    return net.b(net.a(x) * net.state)
+
+
 def written_alone(net: Any, x: Tensor) -> Tensor:
     """It is for looking at, and not read."""
     net.state = net.a(x).detach()
@@ -379,16 +394,18 @@ def written_in_part(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-@pytest.mark.parametrize("use", [on_first_call, written_alone, written_in_part])
-def test_what_may_be_kept(use: Any, mode: str) -> None:
+@pytest.mark.parametrize("use", [on_first_call, of_a_type, written_alone, written_in_part])
+@pytest.mark.parametrize("rows", [1, B])
+def test_what_may_be_kept(use: Any, mode: str, rows: int) -> None:
     made = private(Net(use).double(), mode)
 
     def loss(model: Any, one: Any) -> Tensor:
         return nn.functional.cross_entropy(model(one[0]), one[1])
 
     for seed in range(4):
-        want = oracle.per_sample_gradients(Net(use).double(), loss, batch(seed))
-        step(made, *batch(seed))
+        x, y = (whole[:rows] for whole in batch(seed))
+        want = oracle.per_sample_gradients(Net(use).double(), loss, (x, y))
+        step(made, x, y)
         for name, one in oracle.clipped_sum(want, CLIP).items():
             torch.testing.assert_close(made[0].get_parameter(f"_module.{name}").grad, one)
 

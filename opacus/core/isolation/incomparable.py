@@ -10,6 +10,14 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Errors of a model that does not run on so few samples.
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
 
+RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
+HIDDEN = (
+    "it gives the same samples other gradients when it runs again, though it draws no random "
+    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
+    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
+    "an object that is no module), which no clipping bounds: keep nothing"
+)
+
 
 class IncomparableError(Exception):
     """Units cannot be compared; says why.

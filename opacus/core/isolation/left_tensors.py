@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.core.isolation.left_values import left_values
 from opacus.core.record.kept_values import held
 
 # Elements of a tensor that is compared whether or not torch knows that it was written to.
@@ -52,6 +53,23 @@ def depend_on_samples(some: Iterable[LeftTensors]) -> set[str]:
     first, *others = some
     places = set(first).union(*others)
     return {name for name, n in places for x in others if x.get((name, n)) != first.get((name, n))}
+
+
+class Remains:
+    """What a run of a model has left in it.
+
+    Args:
+        model: The model.
+        before: Its :func:`versions` before the run.
+
+    Attributes:
+        values: In attributes, of all sorts but tensors.
+        tensors: That it holds.
+    """
+
+    def __init__(self, model: nn.Module, before: Versions) -> None:
+        self.values = left_values(model)
+        self.tensors = left_tensors(model, before)
 
 
 def _bytes(tensor: Tensor) -> bytes:

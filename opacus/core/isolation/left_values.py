@@ -24,10 +24,10 @@ _NUMBERS = (bool, int, float, complex, str)
 _CONTAINERS = (list, tuple, set, deque)
 
 # The attribute of a module; a copy of its value, and the numbers in it as text.
-Left = dict[tuple[nn.Module, str], tuple[Any, str]]
+LeftValues = dict[tuple[nn.Module, str], tuple[Any, str]]
 
 
-def left_values(model: nn.Module) -> Left:
+def left_values(model: nn.Module) -> LeftValues:
     """Copies of all attributes of a model and its parts that hold numbers alone."""
     return {
         (part, name): (copy.deepcopy(value), repr(numbers))
@@ -37,13 +37,13 @@ def left_values(model: nn.Module) -> Left:
     }
 
 
-def put_values(values: Left) -> None:
+def put_values(values: LeftValues) -> None:
     """Let the modules have these."""
     for (part, name), (value, _) in values.items():
         vars(part)[name] = copy.deepcopy(value)
 
 
-def that_differ(some: Iterable[Left]) -> list[Left]:
+def that_differ(some: Iterable[LeftValues]) -> list[LeftValues]:
     """Two of these that are not alike, in what differs between them; else nothing."""
     first, *others = some
     for other in others:
@@ -53,7 +53,7 @@ def that_differ(some: Iterable[Left]) -> list[Left]:
     return []
 
 
-def kept(model: nn.Module, values: Left, where: str) -> str:
+def kept(model: nn.Module, values: LeftValues, where: str) -> str:
     """What is wrong with a model that reads such values in a later batch, in this layer."""
     paths = {module: path for path, module in model.named_modules()}
     names = sorted(f"{paths.get(part, '')}.{name}".strip(".") for part, name in values)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus.core.isolation.incomparable import RUN_ERRORS
-from opacus.core.isolation.probe import STATES, TOLERANCES
+from opacus.core.isolation.squares import STATES, TOLERANCES
 from opacus.core.isolation.undisturbed import same_state
 from opacus.core.platform.sharded import is_fsdp
 from opacus.core.platform.torch_internals import roots_of_backward

@@ -12,16 +12,25 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opacus.core.isolation.incomparable import RUN_ERRORS, IncomparableError, cannot, is_theirs
-from opacus.core.isolation.left_tensors import (
-    LeftTensors,
-    Versions,
-    depend_on_samples,
-    left_tensors,
-    versions,
+from opacus.core.isolation.incomparable import (
+    HIDDEN,
+    RANDOM,
+    RUN_ERRORS,
+    IncomparableError,
+    cannot,
+    is_theirs,
 )
-from opacus.core.isolation.left_values import Left, kept, left_values, put_values, that_differ
-from opacus.core.isolation.squares import Norms, as_lists, column, floats, square
+from opacus.core.isolation.left_tensors import Remains, depend_on_samples, versions
+from opacus.core.isolation.left_values import LeftValues, kept, put_values, that_differ
+from opacus.core.isolation.squares import (
+    STATES,
+    Norms,
+    as_lists,
+    column,
+    floats,
+    square,
+    tolerance_of,
+)
 from opacus.core.isolation.undisturbed import (
     RandomNumbers,
     same_state,
@@ -39,21 +48,7 @@ from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record
 from opacus.core.record.recorder import Recorder
 
-# How far norms may differ: relative to the larger one. A tenth of it, relative to the norm of
-# the whole gradient, is rounding: some gradients are zero but for that (a bias of the keys).
-TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-
-# Of these, where runs differ in nothing but what the model kept.
-STATES = 0.01
-
 CHOSEN = 3  # units that are run alone
-RANDOM = "it draws random numbers of its own, other ones in batches of other sizes"
-HIDDEN = (
-    "it gives the same samples other gradients when it runs again, though it draws no random "
-    "numbers that programs share. Either it has a generator of its own, or it keeps something of "
-    "samples where nothing finds it (a global variable, a closure, an attribute of a class or of "
-    "an object that is no module), which no clipping bounds: keep nothing"
-)
 _FULL_ELSEWHERE = (
     "another rank ran out of memory as samples of its batch were run again, to compare them. "
     "Nothing was released"
@@ -143,8 +138,7 @@ class Probe:
         self._any_rank = any_rank
         self._order: list[str] = []  # layers, in the order of the forward pass
         self._dtypes: set[torch.dtype] = set()  # of what layers see
-        self._left: dict[int, Left] = {}  # what runs on each unit alone have left
-        self._tensors: dict[int, LeftTensors] = {}  # and this
+        self._left: dict[int, Remains] = {}  # what runs on each unit alone have left
         self.finite, self.kept = True, set[str]()
         self._spares = False
 
@@ -197,7 +191,9 @@ class Probe:
         if not self._plain:  # as many runs on each rank
             chosen = (chosen * CHOSEN)[:CHOSEN]
         alone = [self._alone(runs, place, len(every)) for place in chosen]
-        tolerance = _tolerance(self._model, self._dtypes)
+        if runs.counts and (runs.changed is not None or not numbers.drawn()):
+            self.kept = depend_on_samples(self._left[place].tensors for place in chosen)
+        tolerance = tolerance_of(self._model, self._dtypes)
         differing: list[tuple[int, Difference]] = []
         for number, place in enumerate(chosen):
             one, unit = column(together, place), runs.unit(place)
@@ -214,14 +210,14 @@ class Probe:
 
     def _kept(self, runs: Runs, chosen: Sequence[int], numbers: RandomNumbers) -> list[Difference]:
         """Whether a unit is another after a run on one unit than after a run on another."""
-        lefts, tensors = self._all_left(runs, chosen)
-        if runs.counts and not numbers.drawn():
-            self.kept = depend_on_samples(tensors)
-        pair = that_differ(lefts) if runs.counts else []
+        left = self._all_left(runs, chosen)
+        if len(left) > len(chosen) and not numbers.drawn():
+            self.kept = depend_on_samples(one.tensors for one in left)
+        pair = that_differ([one.values for one in left]) if runs.counts else []
         if not self._any_rank(bool(pair)):
             return []
 
-        def after(left: Left) -> dict[str, float]:
+        def after(left: LeftValues) -> dict[str, float]:
             numbers.again()
             with same_state(self._model):
                 put_values(left)
@@ -229,25 +225,22 @@ class Probe:
 
         first, second = pair or ({}, {})
         one, two, again = after(first), after(second), after(first)
-        tolerance = STATES * _tolerance(self._model, self._dtypes)
+        tolerance = STATES * tolerance_of(self._model, self._dtypes)
         differing = self._differences(-1, one, two, tolerance)
         if not pair or not differing or self._differences(-1, one, again, tolerance):
             return []
         return [Difference(-1, kept(self._model, first, differing[0].where), math.nan, math.nan)]
 
-    def _all_left(self, runs: Runs, chosen: Sequence[int]) -> tuple[list[Left], list[LeftTensors]]:
+    def _all_left(self, runs: Runs, chosen: Sequence[int]) -> list[Remains]:
         """What runs on these units have left; beside the only one of a batch, on another one."""
-        lefts = [self._left[place] for place in chosen]
-        tensors = [self._tensors[place] for place in chosen]
+        left = [self._left[place] for place in chosen]
         other = runs.stand_in
         lone = runs.counts and runs.count == 1 and other is not None
         if self._any_rank(lone) and other is not None:  # as many runs on each rank
             self._left.clear()
             self._attempt(other, partial(self._one, other, [0]))
-            if self._left:
-                lefts.append(self._left[0])
-                tensors.append(self._tensors[0])
-        return lefts, tensors
+            left += self._left.values()
+        return left
 
     def _beside_copies(
         self,
@@ -275,7 +268,7 @@ class Probe:
         """
         if self._any_rank(runs.named(every) is not None):  # of tokens, which are no copies' own
             raise IncomparableError(RANDOM)
-        tolerance = _tolerance(self._model, self._dtypes)
+        tolerance = tolerance_of(self._model, self._dtypes)
 
         def differences(places: Sequence[int], compared: Iterable[int]) -> list[Difference]:
             numbers.again()
@@ -345,7 +338,7 @@ class Probe:
                 torch.autograd.backward(tensors, grads)
             if refusals:
                 raise refusals[-1]  # of the layer that comes first in the forward pass
-            self._note_left(places[0], before)
+            self._left[places[0]] = Remains(self._model, before)
             with recorder.paused(), torch.no_grad():
                 return as_lists(ledger.finish())
 
@@ -368,7 +361,7 @@ class Probe:
             before = versions(self._model)
             tensors, grads = runs.start(places)
             torch.autograd.backward(tensors, grads)
-            self._note_left(places[0], before)
+            self._left[places[0]] = Remains(self._model, before)
         squares: dict[str, Tensor] = {}
         layers = self._recorder.layers
         unheld = {layer.owners[local] for layer in layers for local in layer.unheld}
@@ -380,10 +373,6 @@ class Probe:
             if grad is not None and name not in unheld:
                 squares[name] = square(grad) / len(places) ** 2
         return dict(zip(squares, floats(list(squares.values())), strict=True))
-
-    def _note_left(self, place: int, before: Versions) -> None:
-        self._left[place] = left_values(self._model)
-        self._tensors[place] = left_tensors(self._model, before)
 
     # --- comparing ---
 
@@ -422,14 +411,6 @@ class Probe:
 def _room(device: torch.device) -> int | None:
     """Bytes of output gradients that may wait, and their layers' inputs with them."""
     return free_memory(device) // 4 if device.type == "cuda" else None
-
-
-def _tolerance(model: nn.Module, also: Collection[torch.dtype]) -> float:
-    """That of the type with the fewest digits among those that a model computes in."""
-    dtypes = {p.dtype for p in model.parameters()} | set(also)
-    return max(
-        [TOLERANCES[d] for d in dtypes if d in TOLERANCES], default=TOLERANCES[torch.float32]
-    )
 
 
 def _telling(norms: Norms, count: int) -> list[int]:

@@ -51,7 +51,7 @@ class KeptValues:
         self._ran: weakref.ref[Any] | None = None  # the batch that has left them
         self.carried: set[str] = set()
         self._passes = 0  # on one sample
-        self._trail: Trail | None = None  # of the running one of these
+        self.trail: Trail | None = None  # of the running one of these, if it is followed
 
     def arrive(self, batch: object) -> None:
         """A pass begins, followed or not."""
@@ -116,19 +116,18 @@ class KeptValues:
         if not due or not can_follow(model, inputs):
             self._passes += 1
             return
-        self._trail = Trail(tensors_of(inputs), 1, dim)
-        self.begin(model, self._trail, batch)
-        self._trail.__enter__()
+        self.trail = Trail(tensors_of(inputs), 1, dim)
+        self.begin(model, self.trail, batch)
+        self.trail.__enter__()
 
     def end_alone(self, model: nn.Module | None, output: Any, batch: object) -> None:
-        """It is over, with this output of the model; ``None`` if it failed.
+        """One that is followed is over, with this output of the model; ``None`` if it failed.
 
         Raises:
             ValueError: The output is made of what the model keeps of earlier samples.
         """
-        trail, self._trail = self._trail, None
-        if trail is None:
-            return
+        trail, self.trail = self.trail, None
+        assert trail is not None
         trail.__exit__(None, None, None)
         if output is None or model is None or batch is None:
             return

@@ -107,6 +107,8 @@ class WhoseRows:
         self._follows, self._hidden, self.asked, self.assumed = False, {}, False, False
         self._shared = None if recorded else self._shared
         self.course.expect(None)
+        if self._kept is not None and self._kept.trail is not None:
+            self._kept.end_alone(None, None, None)  # of a pass that was interrupted
         if recorded and batch == 1 and self._kept is not None:
             self._kept.begin_alone(model, inputs, forward_pass.generation, dim)
         asks = None
@@ -145,11 +147,11 @@ class WhoseRows:
         model: nn.Module | None = None,
     ) -> None:
         """It has ended, with this output of the model; ``None`` if it failed."""
-        if self._follows and model is not None and forward_pass is not None:
-            self._note_kept(model, forward_pass)
-        if self._kept is not None:
+        if self._kept is not None and self._kept.trail is not None:
             batch = None if forward_pass is None else forward_pass.generation
             self._kept.end_alone(model, output, batch)
+        if self._follows and model is not None and forward_pass is not None:
+            self._note_kept(model, forward_pass)
         if self._kept is not None and self._kept.places:
             self._kept.leave()
         self._follows = False

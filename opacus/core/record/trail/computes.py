@@ -232,6 +232,12 @@ def _constant(op: Op) -> State:
     return None
 
 
+def _fill(op: Op) -> State:
+    value = op["value"]
+    labels = op.known(value) if isinstance(value, Tensor) else None
+    return labels and labels.with_ids(lifted(labels.ids, op["self"].dim()))
+
+
 def _drawn(op: Op) -> State:
     """Random numbers: whose the chances or means are that are given as tensors."""
     names = ("p", "mean", "std") if op.name != "bernoulli" or "p" in op.arguments else ("self",)
@@ -270,8 +276,12 @@ _POINTWISE = "floor_divide complex polar angle _prelu_kernel isin"
 _OF_EACH = "native_dropout _fused_dropout log_sigmoid_forward rrelu_with_noise poisson"
 _CONSTANT = (
     "zeros ones full arange linspace logspace eye rand randn randint randperm scalar_tensor "
-    "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
-    "zero fill uniform exponential random tril_indices triu_indices"
+    "zero uniform exponential random tril_indices triu_indices"
+)
+# Constants in the shape, or of the type, of a tensor, whatever its values.
+OF_SHAPES = frozenset(
+    {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+    | {"new_zeros", "new_ones", "new_full", "empty_like", "new_empty", "new_empty_strided"}
 )
 COMPUTES: dict[str, Handler] = {
     **{name: of_main(_reduce) for name in _REDUCE.split()},
@@ -286,7 +296,8 @@ COMPUTES: dict[str, Handler] = {
     **{name.format(n=n): _row(n) for name in _SCALED.split() for n in (1, 2, 3)},
     **{name: _matrices for name in _MATRICES.split()},
     **{name: _each_entry for name in _EACH_ENTRY.split()},
-    **{name: _constant for name in _CONSTANT.split()},
+    **{name: _constant for name in (*_CONSTANT.split(), *OF_SHAPES)},
+    "fill": _fill,
     **{name: pointwise for name in _POINTWISE.split()},
     **{name: of_main(lambda op, labels: labels) for name in _OF_EACH.split()},
     "bernoulli": _drawn,

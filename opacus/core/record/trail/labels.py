@@ -192,3 +192,16 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
                 right, after, j = right * new[j], [*after, j], j + 1
         groups.append((before, after))
     return groups
+
+
+def check_single(output: Tensor, state: State) -> None:
+    """Check an output of a model, of which there is a gradient.
+
+    Raises:
+        ValueError: It is made of several samples.
+    """
+    if isinstance(state, Lost) and state.mixed:
+        raise ValueError(
+            f"an output of the model, {tuple(output.shape)}, is of no single sample: "
+            f"{state.reason}. A loss of it has no part that belongs to one sample"
+        )

@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves
 from opacus.core.platform.random_numbers import program_numbers
 from opacus.core.platform.sharded import is_split, part_of
 from opacus.core.record.trail.collectives import COLLECTIVES, of_part
-from opacus.core.record.trail.computes import COMPUTES, pointwise
+from opacus.core.record.trail.computes import COMPUTES, OF_SHAPES, pointwise
 from opacus.core.record.trail.labels import (
     ConflictError,
     Labels,
     Lost,
     NobodysRowsError,
     State,
+    check_single,
     same_labels,
 )
 from opacus.core.record.trail.lines import LINES
@@ -266,7 +267,7 @@ class Trail(SharedTensors, TorchDispatchMode):
             self.moved |= rows and isinstance(state, Labels) and state.moved
             self.assumed |= isinstance(state, Lost)
             if rows:
-                _check_single(output, state)
+                check_single(output, state)
 
     def check_alone(self, outputs: Sequence[Tensor]) -> None:
         """Check a forward pass on one sample, whose outputs may have any shape.
@@ -276,7 +277,7 @@ class Trail(SharedTensors, TorchDispatchMode):
         """
         for output in outputs:
             if output.requires_grad:
-                _check_single(output, self.state(output))
+                check_single(output, self.state(output))
 
     def follows_from_data(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from the batch, be it by which of its places were set."""
@@ -300,7 +301,7 @@ class Trail(SharedTensors, TorchDispatchMode):
             return result
         name, in_place = name_of(schema)
         arguments = bound(schema, args, kwargs or {})
-        source = self._source(func, arguments)
+        source = self._source(func, name, arguments)
         if source != SHAPES and (name in _ANSWERS or torch.Tag.dynamic_output_shape in func.tags):
             self.decided = True
         if name in _ANSWERS:
@@ -317,9 +318,11 @@ class Trail(SharedTensors, TorchDispatchMode):
         self._note(schema, in_place, concerns, written, results, states, source)
         return result
 
-    def _source(self, func: Any, arguments: dict[str, Any]) -> int:
+    def _source(self, func: Any, name: str, arguments: dict[str, Any]) -> int:
         """What the values of an operation's results depend on."""
         own = OUTSIDE if torch.Tag.nondeterministic_seeded in func.tags else SHAPES
+        if name in OF_SHAPES:
+            return own
         return max([own, *map(self._memory.source, tensors_in(arguments.values()))])
 
     def _concerns(self, arguments: Iterable[Any], written: Sequence[Any]) -> bool:
@@ -413,14 +416,6 @@ class Trail(SharedTensors, TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if is_plain(tensor):
                     self._memory.put(tensor, Lost(f"the operation {name} is not followed"), DATA)
-
-
-def _check_single(output: Tensor, state: State) -> None:
-    if isinstance(state, Lost) and state.mixed:
-        raise ValueError(
-            f"an output of the model, {tuple(output.shape)}, is of no single sample: "
-            f"{state.reason}. A loss of it has no part that belongs to one sample"
-        )
 
 
 def _fitting(tensor: Tensor, state: State, name: str) -> State:
