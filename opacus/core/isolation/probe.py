@@ -42,7 +42,7 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sharded import compute_device
 from opacus.core.privacy.gradients import has_hooks
 from opacus.core.record.aside import aside, others
-from opacus.core.record.course import Start as Changed
+from opacus.core.record.changes import Start as Changed
 from opacus.core.record.layers import Layer
 from opacus.core.record.named import NamedUnits
 from opacus.core.record.record import Record

@@ -21,7 +21,7 @@ from opacus.core.platform.memory import free_memory
 from opacus.core.platform.sizes import COPIED_ELEMENTS, COPIED_SHARE, KEPT_ELEMENTS
 from opacus.core.platform.torch_internals import at_end_of_backward
 from opacus.core.platform.trees import flatten, leaves_of, tensors_of, unflatten
-from opacus.core.record.course import Start as Changed
+from opacus.core.record.changes import Start as Changed
 from opacus.core.record.course import Taken
 from opacus.core.record.named import NamedUnits
 

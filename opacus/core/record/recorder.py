@@ -30,7 +30,8 @@ from opacus.core.platform.torch_internals import (
     renumber,
     under_functorch,
 )
-from opacus.core.record.course import Changes, Course
+from opacus.core.record.changes import Changes
+from opacus.core.record.course import Course
 from opacus.core.record.empty import with_a_row, without_the_row
 from opacus.core.record.experts import watch_experts
 from opacus.core.record.flags import Flags

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opacus.core.record.course import Changes, Course
+from opacus.core.record.changes import Changes
+from opacus.core.record.course import Course
 from opacus.core.record.flags import Flags
 from opacus.core.record.kept_values import KeptValues
 from opacus.core.record.layers import Layer
