@@ -219,6 +219,13 @@ def _check_optimizer(optimizer: Optimizer) -> None:
                 "the values: each evaluation would be a release of its own, and line searches on "
                 "noise fail. Use a first-order optimizer, such as SGD or AdamW"
             )
+        if getattr(getattr(part, "gradient_state", None), "num_steps", 1) > 1:
+            raise ValueError(
+                "the optimizer is accelerate's, which leaves out steps (gradient_accumulation_steps "
+                "is above 1): they would be counted, and their updates lost. Call make_private "
+                "before accelerator.prepare(), with an Accelerator that accumulates nothing; "
+                "BatchMemoryManager splits batches"
+            )
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
