@@ -221,7 +221,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             )
         if getattr(getattr(part, "gradient_state", None), "num_steps", 1) > 1:
             raise ValueError(
-                "the optimizer is accelerate's and leaves out steps, as gradient_accumulation_steps "
+                "accelerate's optimizer leaves out steps, as gradient_accumulation_steps "
                 "is above 1: they would be counted, and their updates lost. Call make_private "
                 "before accelerator.prepare(), with an Accelerator that accumulates nothing; "
                 "BatchMemoryManager splits batches"
