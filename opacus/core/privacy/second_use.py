@@ -22,7 +22,8 @@ USED = (
     "this batch has been used in a step before, and the data loader was not asked for another one: "
     "itertools.cycle(loader) and list(loader) keep the batches of one pass. Privacy is counted for "
     "a fresh draw in each step, and several steps of one draw tell more. Iterate over the loader "
-    "itself in each pass"
+    "itself in each pass (in a benchmark, which releases nothing: make_private(..., "
+    "poisson_sampling=False))"
 )
 
 
