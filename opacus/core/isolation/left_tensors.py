@@ -30,7 +30,8 @@ def versions(model: nn.Module) -> Versions:
     """What modules hold in buffers, frozen parameters and attributes, and in which version."""
     found: Versions = {}
     for name, tensor in held(model):
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if trained or tensor.is_meta or tensor.is_quantized:  # the latter two have no numbers here
             continue
         number = next(n for n in itertools.count() if (name, n) not in found)
         found[name, number] = tensor, -1 if tensor.is_inference() else tensor._version

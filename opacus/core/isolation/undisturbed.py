@@ -106,7 +106,8 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
     kept = [
         (b, b.detach().clone())
         for b in model.buffers()
-        if type(b) is Tensor and b.numel() <= BUFFER_ELEMENTS and not b.is_inference()
+        if type(b) is Tensor and b.numel() <= BUFFER_ELEMENTS
+        if not (b.is_inference() or b.is_meta)
     ]
     try:
         yield
