@@ -16,7 +16,7 @@ Note [One sample]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,16 +96,13 @@ class KeptValues:
                 reason += "which a later one may know nothing"
                 trail.mark(tensor, Lost(reason, mixed=True))
 
-    def add(self, model: nn.Module, names: Iterable[str]) -> None:
-        """What these hold was found to depend on samples."""
-        self._note(model, set(names))
-
     def end(self, model: nn.Module, trail: Trail, batch: object) -> None:
         """The pass is over: note what of it is kept."""
         self._batch = weakref.ref(batch)
-        self._note(model, {n for n, own in held(model) if trail.follows_from_data(own)})
+        self.note(model, {n for n, own in held(model) if trail.follows_from_data(own)})
 
-    def _note(self, model: nn.Module, names: set[str]) -> None:
+    def note(self, model: nn.Module, names: set[str]) -> None:
+        """What these hold was found to depend on samples."""
         if not names <= self._known:
             self._known |= names
             self.places = [place for place in _places(model) if place[0] in self._known]

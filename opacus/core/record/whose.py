@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,10 +80,10 @@ class WhoseRows:
         """Whether something of samples was there from an earlier batch as the latest pass began."""
         return self._kept is not None and bool(self._kept.carried)
 
-    def keeps(self, model: nn.Module, names: Iterable[str]) -> None:
+    def keeps(self, model: nn.Module, names: set[str]) -> None:
         """What these hold was found to depend on samples."""
         if self._kept is not None:
-            self._kept.add(model, names)
+            self._kept.note(model, names)
 
     def begin(
         self,

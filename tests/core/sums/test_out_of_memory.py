@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from opacus import PrivacyEngine
 from opacus.core.platform.memory import Card
 from opacus.core.record import recorder
 from opacus.core.sums.limits import Limits
+from tests.helpers.isolation import private, step, vectors
 
 GPU = torch.device("cuda")
 
@@ -38,7 +37,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
         self.error: type[Exception] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,34 +52,18 @@ def test_pieces_go_back_to_the_card(mode: str, place: str, monkeypatch: pytest.M
     calls: list[None] = []
     monkeypatch.setattr(recorder, "give_back_to_the_card", lambda: calls.append(None))
     net = Net()
-    data = TensorDataset(torch.randn(8, 4), torch.zeros(8).long())
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode=mode,
-    )
-    x, y = next(iter(loader))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-
-    step()
+    parts, batch = private(net, mode), vectors()
+    step(parts, batch)
     assert not calls
     error = ValueError if place == "other error" else torch.OutOfMemoryError
     net.error = None if place == "backward" else error
     monkeypatch.setattr(Full, "on", place == "backward")
     with pytest.raises(error, match="planted"):
-        step()
+        step(parts, batch)
     assert not calls  # the failed pass is still held by the error
     net.error, Full.on = None, False
-    step()
-    step()
-    optimizer.step()
+    step(parts, batch)
+    step(parts, batch)
     assert len(calls) == (place != "other error")
 
 
